@@ -171,21 +171,16 @@ def heading(found: dict) -> list[str]:
 
 
 def parameter_table(rows: list[dict]) -> list[str]:
-    """Lines that list parameters. Each part of the model comes before its own parameters."""
+    """Lines that list parameters."""
     there = [name for name in COLUMNS if name in rows[0]]
-    cells, last = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]], None
+    cells = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]]
     for row in rows:
-        part, _, name = row["name"].removeprefix("depth/").removeprefix("layers/").partition("/")
-        if name and part != last:
-            prefix = row["name"].removesuffix(name)
-            count = sum(other["count"] for other in rows if other["name"].startswith(prefix))
-            cells.append([part, "", f"{count:,}", *[""] * len(there), ""])
-        last = part
+        name = row["name"].removeprefix("depth/").removeprefix("layers/")
         values = ["none" if row[name] is None else f"{row[name]:.4g}" for name in there if name != "zeros"]
         values += [f"{row['zeros']:.2%}"] if there else []
         alarm = f"NOT FINITE: {row['not_finite']:,}" if row.get("not_finite") else ""
         shape = " x ".join(map(str, row["shape"]))
-        cells.append([f"  {name}" if name else part, shape, f"{row['count']:,}", *values, alarm])
+        cells.append([name, shape, f"{row['count']:,}", *values, alarm])
     return columns(cells)
 
 

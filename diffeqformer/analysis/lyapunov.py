@@ -70,9 +70,10 @@ def rows_at_once(tokens: int, most: int = CHUNK) -> int:
     return max(1, most * 256**2 // max(256, tokens) ** 2)
 
 
-def of_tokens(state: PyTree, x: Float[Array, "... 1 S D"]) -> list[Array]:
-    """What a solver's state holds of every token: x first, and the rest, which is as large as x."""
-    return [x, *(leaf for leaf in jax.tree.leaves(state) if leaf is not x and leaf.shape == x.shape)]
+def of_tokens(state: PyTree) -> list[Array]:
+    """What a solver's state holds of every token, which comes first in it: x, and what else is as large as x."""
+    leaves = jax.tree.leaves(state)
+    return [leaf for leaf in leaves if leaf.shape == leaves[0].shape]
 
 
 def last_increments(
@@ -89,8 +90,7 @@ def last_increments(
         state = jax.tree.map(lambda leaf: leaf[:, -1:] if leaf.shape == x.shape else leaf, state)
         field = LastToken(field, x)
     after = solver.step(field, layers, state, dt, Context())
-    parts = zip(of_tokens(after, solver.read(after)), of_tokens(state, solver.read(state)), strict=True)
-    return jnp.stack([(new - old)[0, -1] for new, old in parts])
+    return jnp.stack([(new - old)[0, -1] for new, old in zip(of_tokens(after), of_tokens(state), strict=True)])
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
@@ -100,22 +100,18 @@ def advance(solver, field, layers, dt, state, tangents):
     Y [S, parts * D, D] also has the derivatives of what else the solver carries for the last token, times R^-1.
     """
     leaves, tree = jax.tree.flatten(state)
-    x = solver.read(state)
-    moving = [n for n, leaf in enumerate(leaves) if leaf.shape == x.shape]
-    moving.sort(key=lambda n: leaves[n] is not x)  # x first
 
     def increments(parts):
-        changed = dict(zip(moving, parts))
-        state = tree.unflatten([changed.get(n, leaf) for n, leaf in enumerate(leaves)])
+        state = tree.unflatten([*parts, *leaves[len(parts) :]])
         return last_increments(solver, field, layers, state, dt).reshape(-1)
 
-    increment, pull = jax.vjp(increments, [leaves[n] for n in moving])
+    increment, pull = jax.vjp(increments, of_tokens(state))
     rows = jnp.eye(increment.size, dtype=increment.dtype)
-    at_once = CHUNK if solver in OTHERS_WAIT else rows_at_once(x.shape[-2])
+    *_, tokens, width = leaves[0].shape
+    at_once = CHUNK if solver in OTHERS_WAIT else rows_at_once(tokens)
     of_x, *of_rest = jax.lax.map(lambda row: [part[0] for part in pull(row)[0]], rows, batch_size=at_once)
     of_rest = [jnp.broadcast_to(part[:, None, -1], of_x.shape) for part in of_rest]  # the last token's own
     jacobian = jnp.concatenate([of_x, *of_rest], axis=-1).swapaxes(0, 1)  # [S, out, in]
-    width = x.shape[-1]
 
     def orthogonal(of_token):  # a few tokens at a time: for all of them, each array here would have S D^2 numbers
         tangent, block = of_token
@@ -156,8 +152,8 @@ def exponents(
     if published:
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
-    parts, width = len(of_tokens(states, solver.read(states))), model.field.width
-    first = jnp.eye(parts * width, width, dtype=jnp.float32)  # nothing but x depends on x(0) yet
+    width = model.field.width
+    first = jnp.eye(len(of_tokens(states)) * width, width, dtype=jnp.float32)  # nothing but x depends on x(0) yet
     tangents = jnp.tile(first, (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another

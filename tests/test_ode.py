@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer import reference
-from diffeqformer.analysis import convergence
+from diffeqformer import ode, reference
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.fields.layers import Context
@@ -29,33 +28,33 @@ def model_of(time_frequency: float, **changes):
 
 
 def test_smooth_weights_and_unrelated_weights_are_told_apart():
-    smooth = convergence.smoothness(model_of(1.0, num_steps=16))
+    smooth = ode.smoothness(model_of(1.0, num_steps=16))
     assert set(smooth) == {"qkv", "attention_out", "mlp_up", "mlp_down"}
     assert all(row["ratio"] < 0.15 and row["half_change"] > 1e-4 for row in smooth.values())
-    unrelated = convergence.smoothness(model_of(1e7, num_steps=200, time_embed_dim=32, sinusoidal_dim=32))
+    unrelated = ode.smoothness(model_of(1e7, num_steps=200, time_embed_dim=32, sinusoidal_dim=32))
     assert all(row["ratio"] == pytest.approx(math.sqrt(3), rel=0.15) for row in unrelated.values())
 
 
 @pytest.mark.long
 def test_convergence_is_seen_where_weights_are_smooth_and_only_there():
     tokens = np.arange(12).reshape(2, 6)
-    found = convergence.convergence(model_of(5.0, num_steps=4), tokens, refinements=3)
+    found = ode.convergence(model_of(5.0, num_steps=4), tokens, refinements=3)
     assert found["num_steps"] == [4, 8, 16, 32]
     for method, order in found["orders"].items():
         assert order == pytest.approx(SOLVERS[method].order, abs=0.35), (method, found["errors"][method])
     assert found["grids_of_orders"]["euler"] == [8, 16, 32] and found["grids_of_orders"]["rk4"] == [4, 8, 16]
-    rough = convergence.convergence(model_of(1000.0, num_steps=4), tokens, refinements=3)
+    rough = ode.convergence(model_of(1000.0, num_steps=4), tokens, refinements=3)
     assert all(order < 1.5 for order in rough["orders"].values())
 
 
 def test_orders_are_slopes_over_three_usable_grids():
     numbers = [4, 8, 16, 32, 64]
     errors = [0.5 * n**-2.0 for n in numbers]
-    assert convergence.observed_order(numbers, errors, False) == (pytest.approx(2), [16, 32, 64])
+    assert ode.observed_order(numbers, errors, False) == (pytest.approx(2), [16, 32, 64])
     errors[-1] = 1e-7  # where fp32 rounds, or, for the reference's solver, where the reference isn't much finer
-    assert convergence.observed_order(numbers, errors, False) == (pytest.approx(2), [8, 16, 32])
-    assert convergence.observed_order(numbers, [*errors[:-1], 1e-3], True) == (pytest.approx(2), [8, 16, 32])
-    assert convergence.observed_order(numbers[:3], [0.1, math.inf, 0.01], False) == (None, [])
+    assert ode.observed_order(numbers, errors, False) == (pytest.approx(2), [8, 16, 32])
+    assert ode.observed_order(numbers, [*errors[:-1], 1e-3], True) == (pytest.approx(2), [8, 16, 32])
+    assert ode.observed_order(numbers[:3], [0.1, math.inf, 0.01], False) == (None, [])
 
 
 def test_weights_made_in_parts_walk_as_all_at_once():
@@ -63,13 +62,13 @@ def test_weights_made_in_parts_walk_as_all_at_once():
     x = model.embed(tokens, Context())
     model = model.replace(solver=SOLVERS["heun"])
     expected = model.trajectory(tokens, weights_at(model, 12))[-1]
-    np.testing.assert_allclose(convergence.last_state(model, 12, x), expected, atol=1e-5)
+    np.testing.assert_allclose(ode.last_state(model, 12, x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["diffeqformer", "interpolated"])
 def test_curves_pass_through_the_trained_weights(kind):
     model = lively_model(kind, time_frequency=1000.0)
-    times, values, trained = convergence.curves(model, points=600)
+    times, values, trained = ode.curves(model, points=600)
     kernel = model.depth(model.grid())["qkv"]["kernel"]
     kernel = kernel - kernel.mean(0)
     assert np.allclose(values[99::100], trained, atol=1e-5) and times[99] == pytest.approx(1 / 6)
@@ -104,10 +103,10 @@ def test_the_command_reports_on_a_run(run, tmp_path):
 
 def test_other_solvers_have_other_trained_times_and_grids():
     model = model_of(10.0, num_steps=3, solver="midpoint")
-    np.testing.assert_allclose(convergence.trained_times(model), np.arange(6) / 6)
-    rows = convergence.grids(model, [3])
+    np.testing.assert_allclose(ode.trained_times(model), np.arange(6) / 6)
+    rows = ode.grids(model, [3])
     assert rows["as trained: 3 steps"] == (SOLVERS["midpoint"], 3) and not any("earlier" in name for name in rows)
-    rows = convergence.grids(model, [2, 6])  # as commands take a number of steps that wasn't trained
+    rows = ode.grids(model, [2, 6])  # as commands take a number of steps that wasn't trained
     assert list(rows)[:3] == ["3 steps", "as trained: 2 steps", "4 steps"] and "as trained: 6 steps" in rows
 
 
@@ -130,10 +129,10 @@ def test_a_grid_that_does_not_fit_or_overflows_is_left_out(monkeypatch, capsys):
                 raise NotFinite
             return super().__call__(windows)
 
-    monkeypatch.setattr(convergence, "Scorer", SmallScorer)
+    monkeypatch.setattr(ode, "Scorer", SmallScorer)
     grids = {f"{number} steps": (SOLVERS["euler"], number) for number in (3, 4, 2)}
-    monkeypatch.setattr(convergence, "grids", lambda *_: grids)
-    found = convergence.perplexities(model_of(10.0, num_steps=2), [2], [Stretch(list(range(8)), 1)], 1)
+    monkeypatch.setattr(ode, "grids", lambda *_: grids)
+    found = ode.perplexities(model_of(10.0, num_steps=2), [2], [Stretch(list(range(8)), 1)], 1)
     said = capsys.readouterr().out
     assert found.keys() == {"2 steps"}
     assert "  3 steps: left out, as " in said and "  4 steps: left out, as the logits aren't finite" in said

@@ -3,10 +3,13 @@
 Writes one HTML report with figures, together with the numbers behind them. docs/analysis.md explains both.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from absl import flags
 
+from diffeqformer.analysis import clustering, flow, induction, sensitivity, sharpness, simulation, spectra
 from diffeqformer.analysis.common import check_text
-from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
@@ -20,6 +23,32 @@ from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import check_weights
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
+
+
+class Analysis(NamedTuple):
+    """A part of the report. Its file in `diffeqformer/analysis/` has the function `section`.
+
+    section: computes it from an opened checkpoint, the ids of a text if it `reads_text`, and `num_steps`.
+    by_default: whether it is part of a report that asks for no parts.
+    options: the command's options that `section` takes as well, as arguments of the same names.
+    """
+
+    section: Callable[..., Section]
+    reads_text: bool = False
+    by_default: bool = True
+    options: tuple[str, ...] = ()
+
+
+ANALYSES = {
+    "spectra": Analysis(spectra.section, options=("times", "heads", "feed_forward")),
+    "induction": Analysis(induction.section),
+    "sharpness": Analysis(sharpness.section, reads_text=True),
+    "sensitivity": Analysis(sensitivity.section, reads_text=True, options=("published_pairing",)),
+    "flow": Analysis(flow.section, reads_text=True, options=("flow",)),
+    "clustering": Analysis(clustering.section, reads_text=True),
+    "simulation": Analysis(simulation.section, by_default=False),  # has nothing to do with the checkpoint
+}
+"""The parts of the report by their name in `--parts`, in order."""
 
 
 def define_flags() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from diffeqformer import analyze
 from diffeqformer.analysis import induction, lyapunov, report, sensitivity, spectra
-from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console.results import write_json
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
@@ -19,7 +18,7 @@ from diffeqformer.errors import UserError
 from helpers import lively_model, toy_config
 from runs import command
 
-PARTS = [name for name, analysis in ANALYSES.items() if analysis.by_default]
+PARTS = [name for name, analysis in analyze.ANALYSES.items() if analysis.by_default]
 
 
 @pytest.mark.long
@@ -128,7 +127,7 @@ def test_sections_are_of_the_depth_that_is_asked_for():
     opened = opened_model("diffeqformer")
     made_for_it = dataclasses.replace(opened, model=opened.model.replace(num_steps=3))
     for part in ("sensitivity", "flow", "clustering", "spectra", "induction", "sharpness"):
-        section, text = ANALYSES[part].section, [list(b"text")] * ANALYSES[part].reads_text
+        section, text = analyze.ANALYSES[part].section, [list(b"text")] * analyze.ANALYSES[part].reads_text
         options = {"flow": {"flow": 2}, "spectra": {"feed_forward": False}}.get(part, {})
         found = section(opened, *text, num_steps=3, **options)
         expected = section(made_for_it, *text, **options)

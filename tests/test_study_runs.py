@@ -2,7 +2,6 @@
 
 import json
 import sys
-import threading
 
 import pytest
 
@@ -42,15 +41,3 @@ def test_processes_that_share_a_file_of_results_lose_none(shared):
     found = shared.run_rows(["a", "b", "c"], str, work)
     assert begun == ["a", "c"] and found == json.loads(path.read_text())
     assert {row: found[row]["by"] for row in "abcd"} == dict(a="this", b="another", c="this", d="another")
-
-
-def test_runs_side_by_side_divide_the_cores(shared, monkeypatch):
-    at_once, found = threading.Barrier(2, timeout=60), {}
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 6}, raising=False)
-    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/taskset")
-    shared.side_by_side("ab", lambda item, cores: (at_once.wait(), cores)[1], found.__setitem__, 2)
-    assert sorted(found.values()) == [[3, 6], [5]]
-    assert shared.on_cores(["train"], [3, 6]) == ["taskset", "--cpu-list", "3,6", "train"]
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(SystemExit, match="^--at_once: must be 1 here, because only Linux with taskset"):
-        shared.parts_of_cores(2)

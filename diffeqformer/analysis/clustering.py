@@ -74,9 +74,8 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
     times = np.concatenate([[0.0], model.grid(num_steps).ends])
     shown = [
         paragraph(
-            "Pairwise distances of the text's tokens, divided by their root mean square, from the embedding to the "
-            "last state. They are shown for the states and for their directions x / |x|, which a single token far from "
-            "all others doesn't affect. Clusters would bring the lower quantiles to 0."
+            "Pairwise distances of the text's tokens, divided by their root mean square, for the states and for their "
+            "directions x / |x|. Clusters would bring the lower quantiles to 0."
         ),
         figures.as_html(picture(measures, sizes, times, time_label(model)), "clustering of tokens"),
     ]

@@ -104,8 +104,7 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
             "together: the logarithms of a small change's growth over the whole depth in its fastest directions. "
-            f"Kaplan-Yorke dimension: {said}. Over a finite depth this number describes the text; it isn't the "
-            f"dimension of an attractor. The last iteration changed the exponents by at most {change:.1g}."
+            f"Kaplan-Yorke dimension: {said}. The last iteration changed the exponents by at most {change:.1g}."
         ),
         figures.as_html(picture(largest), "exponents of the flow"),
     ]

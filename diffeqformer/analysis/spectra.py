@@ -224,12 +224,10 @@ def section(
     at = at[-len(found["QK"].eigenvalues) :]  # shared weights have only the last time
     shown = [
         paragraph(
-            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens "
-            "attend to which: along the direction of an eigenvalue with a positive real part, tokens attend to similar "
-            "ones. OV is what they receive: positive real parts copy and attract along their direction, negative ones "
-            "repel. Biases, norms and the feed-forward's activation are ignored, and so are rotary positions. A "
-            "product of a D x n and an n x D matrix always has D - n eigenvalues of 0, which are omitted. Effective "
-            "rank: the exponential of the entropy of the singular values."
+            "Eigenvalues of QK (before 1 / sqrt(K)), OV and the feed-forward's products, without biases, norms, "
+            "activation and rotary positions. Along an eigenvalue with a positive real part, tokens attend to similar "
+            "ones (QK), or are copied and attract (OV); negative ones do the opposite. Eigenvalues that are 0 in any "
+            "such product are omitted. Effective rank: the exponential of the entropy of the singular values."
         )
     ]
     numbers, arrays, rows = {"times": at.tolist()}, {"times": at}, []

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -112,11 +111,6 @@ class Newcomer:
                 shutil.copymode(ROOT / name, self.clone / name)
         for name, text in FILES.items():
             self.write(name, text.encode())
-        (folder / "packages").mkdir()
-        about = "Metadata-Version: 2.1\nName: xprof\nVersion: 2.24.2\n"
-        with zipfile.ZipFile(folder / "packages" / "xprof-2.24.2-py3-none-any.whl", "w") as wheel:
-            for name, text in (("METADATA", about), ("WHEEL", "Wheel-Version: 1.0\n"), ("RECORD", "")):
-                wheel.writestr(f"xprof-2.24.2.dist-info/{name}", text)
         self.environment = {
             **os.environ,
             **newcomer.environment(folder / "home", hub.address),
@@ -125,7 +119,6 @@ class Newcomer:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": FAST_COMPILATION,
             "PIP_NO_INDEX": "1",
-            "PIP_FIND_LINKS": str(folder / "packages"),
         }
 
     def write(self, name: str, content: bytes) -> None:

@@ -81,27 +81,6 @@ def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path, made):
     assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"simulation", "simulation-1"}
 
 
-def test_reports_are_summed_up_over_seeds(tmp_path, script, capsys):
-    for seed, size in ((1, 2.0), (2, 6.0)):
-        qk = {"radius": [[size, 1.0], [1.0, 1.0]], "positive_share": [[0.0, 0.0], [0.5, 1.0]]}
-        sensitivity = {"prediction": "|", "pieces": ["a", "b", "c"], "measures": {"gradient": [None, size, 9.0]}}
-        found = {"spectra": {"times": [0.5, 1.0], "QK": qk}, "sensitivity": sensitivity}
-        found["induction"] = {"scores": [[0.1, size / 10]], "even": 0.01}
-        found["sharpness"] = {"correlation": {"eigenvalues": -size / 10}}
-        (tmp_path / f"gpt-seed-{seed}").mkdir()
-        (tmp_path / f"gpt-seed-{seed}" / "results.json").write_text(json.dumps(found))
-
-    script("reports", f"--results={tmp_path}/new/figure.json", f"--report={tmp_path}/gpt-seed-?").main(None)
-    printed = capsys.readouterr().out
-    assert (tmp_path / "new" / "figure.md").read_text() == printed
-    rows = {row: cells for row, *cells in (line[2:-2].split(" | ") for line in printed.splitlines()[2:])}
-    assert rows["QK: largest spectral radius"] == ["4.000 ± 2.828"]
-    change = "QK: mean change of the radius between times, share of the mean radius"
-    assert rows[change] == ["0.756 ± 0.503"]  # 0.5 of 1.25 and 2.5 of 2.25
-    assert rows["prediction"] == [r"'\|'; '\|'"]
-    assert rows["gradient"] == ["'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0"]
-
-
 def test_perplexities_stand_beside_those_published(tmp_path, made, capsys):
     made("--figure=5", "--scale=published")
     tmp_path = tmp_path / "my runs"

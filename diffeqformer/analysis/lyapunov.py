@@ -25,7 +25,7 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 64  # number of rows of a Jacobian that are computed at once
@@ -76,23 +76,6 @@ def of_tokens(state: PyTree) -> list[Array]:
     return [leaf for leaf in leaves if leaf.shape == leaves[0].shape]
 
 
-def last_increments(
-    solver: Solver, field: VectorField, layers: list[dict], state: PyTree, dt: Float[Array, ""]
-) -> Float[Array, "parts D"]:
-    """The increment of the last token's state in one step: of x, and of what else the solver carries.
-
-    Args:
-        layers: the weights at each of the solver's nodes in this step.
-        dt: the length of the step.
-    """
-    x = solver.read(state)
-    if solver in OTHERS_WAIT:
-        state = jax.tree.map(lambda leaf: leaf[:, -1:] if leaf.shape == x.shape else leaf, state)
-        field = LastToken(field, x)
-    after = solver.step(field, layers, state, dt, Context())
-    return jnp.stack([(new - old)[0, -1] for new, old in zip(of_tokens(after), of_tokens(state), strict=True)])
-
-
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
 def advance(solver, field, layers, dt, state, tangents):
     """Y -> (I + J) Y for every input token, as Q and log |diag R|.
@@ -101,9 +84,12 @@ def advance(solver, field, layers, dt, state, tangents):
     """
     leaves, tree = jax.tree.flatten(state)
 
-    def increments(parts):
-        state = tree.unflatten([*parts, *leaves[len(parts) :]])
-        return last_increments(solver, field, layers, state, dt).reshape(-1)
+    def increments(parts):  # of the last token, in this step
+        moving = field
+        if solver in OTHERS_WAIT:
+            moving, parts = LastToken(field, parts[0]), [part[:, -1:] for part in parts]
+        after = solver.step(moving, layers, tree.unflatten([*parts, *leaves[len(parts) :]]), dt, Context())
+        return jnp.concatenate([(new - old)[0, -1] for new, old in zip(of_tokens(after), parts, strict=True)])
 
     increment, pull = jax.vjp(increments, of_tokens(state))
     rows = jnp.eye(increment.size, dtype=increment.dtype)

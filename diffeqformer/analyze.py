@@ -3,13 +3,14 @@
 Writes one HTML report with figures, together with the numbers behind them. docs/analysis.md explains both.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from absl import flags
 
+from diffeqformer.analysis import clustering, flow, induction, sensitivity, sharpness, simulation, spectra
 from diffeqformer.analysis.common import check_text
-from diffeqformer.analysis.lyapunov import check_published
-from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
-from diffeqformer.analysis.spectra import check_heads
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
@@ -18,19 +19,36 @@ from diffeqformer.data.files import read_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
+from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import check_weights
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
 
-DEFAULTS = {
-    "text": None,
-    "text_file": None,
-    "times": None,
-    "feed_forward": True,
-    "heads": [],
-    "flow": 32,
-    "published_pairing": False,
+
+class Analysis(NamedTuple):
+    """A part of the report. Its file in `diffeqformer/analysis/` has the function `section`.
+
+    section: computes it from an opened checkpoint, the ids of a text if it `reads_text`, and `num_steps`.
+    by_default: whether it is part of a report that asks for no parts.
+    options: the command's options that `section` takes as well, as arguments of the same names.
+    """
+
+    section: Callable[..., Section]
+    reads_text: bool = False
+    by_default: bool = True
+    options: tuple[str, ...] = ()
+
+
+ANALYSES = {
+    "spectra": Analysis(spectra.section, options=("times", "heads", "feed_forward")),
+    "induction": Analysis(induction.section),
+    "sharpness": Analysis(sharpness.section, reads_text=True),
+    "sensitivity": Analysis(sensitivity.section, reads_text=True, options=("published_pairing",)),
+    "flow": Analysis(flow.section, reads_text=True, options=("flow",)),
+    "clustering": Analysis(clustering.section, reads_text=True),
+    "simulation": Analysis(simulation.section, by_default=False),  # has nothing to do with the checkpoint
 }
-"""The options that belong to some parts of the report."""
+"""The parts of the report by their name in `--parts`, in order."""
 
 
 def define_flags() -> None:
@@ -39,26 +57,15 @@ def define_flags() -> None:
     command_line.define_step()
     parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
     flags.DEFINE_list("parts", parts, f"Parts of the report, of {', '.join(ANALYSES)}.")
-    flags.DEFINE_string(
-        "text", DEFAULTS["text"], f"Text whose last token is explained by earlier ones; by default {TEXT!r}."
-    )
-    flags.DEFINE_string("text_file", DEFAULTS["text_file"], "A file with that text; -: standard input.")
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
-    flags.DEFINE_integer(
-        "times", DEFAULTS["times"], "Number of times at which spectra are computed; by default the solver's own."
-    )
-    flags.DEFINE_bool(
-        "feed_forward", DEFAULTS["feed_forward"], "Also compute the feed-forward's spectra, which take longest."
-    )
-    flags.DEFINE_list(
-        "heads", DEFAULTS["heads"], "Heads whose eigenvalues are drawn; by default the four with the largest."
-    )
-    flags.DEFINE_integer("flow", DEFAULTS["flow"], "Number of exponents of the whole flow.", lower_bound=1)
-    flags.DEFINE_bool(
-        "published_pairing",
-        DEFAULTS["published_pairing"],
-        "Pair times and states of the sensitivity as the authors' code does.",
-    )
+    flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
+    flags.DEFINE_string("text_file", None, "A file with that text; -: standard input.")
+    bounds = {"lower_bound": 1, "upper_bound": MOST_STEPS}
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.", **bounds)
+    flags.DEFINE_integer("times", None, "Times at which spectra are computed; by default the solver's own.", **bounds)
+    flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
+    flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four with the largest.")
+    flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
+    flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
     flags.DEFINE_string(
         "output",
         None,
@@ -90,35 +97,18 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
     Raises:
         UserError: for an option that doesn't fit the model.
     """
-    if not options.parts:
-        raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but there are none")
-    for part in options.parts:
-        if part not in ANALYSES:
-            raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but it has {part!r}")
-    model, kind = opened.model, opened.config.model.kind
-    for name, number in (("--num_steps", options.num_steps), ("--times", options.times)):
-        if number is not None and not 1 <= number <= MOST_STEPS:
-            bound = "at least 1" if number < 1 else f"at most {MOST_STEPS:,}"
-            raise UserError(f"{name}: must be {bound}, but it is {number}")
-        if number not in (None, model.num_steps) and model.depth.fixed_depth:
-            raise UserError(
-                f"{name}: must be left out for this model of the kind {kind}, which has weights for {model.num_steps} "
-                f"steps and no others, but it is {number}"
-            )
-    if options.times and model.depth.constant:
-        raise UserError(
-            f"--times: must be left out for this model of the kind {kind}, whose weights are the same at all times"
-        )
-    if options.num_steps and options.parts == ["simulation"]:
-        raise UserError("--num_steps: has no meaning for simulation, the only one of --parts; leave it out")
-    check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
-    for name, default in DEFAULTS.items():
-        of_text = name in ("text", "text_file")
-        parts = [part for part, each in ANALYSES.items() if name in each.options or (of_text and each.reads_text)]
-        if getattr(options, name) != default and not set(parts) & set(options.parts):
-            raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
-    if options.published_pairing:
-        check_published(model)
+    model = opened.model
+    if not options.parts or not set(options.parts) <= set(ANALYSES):
+        raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but it is {','.join(options.parts)!r}")
+    if options.times and not model.depth.generated:
+        raise UserError("--times: must be left out for this model, whose weights aren't functions of time")
+    if options.published_pairing and not (model.depth.generated and model.solver == SOLVERS["euler"]):
+        raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
+    heads = whole_numbers("--heads", options.heads, 0)
+    if max(heads, default=0) >= model.field.heads:
+        raise UserError(f"--heads: this model has the heads 0 to {model.field.heads - 1}, but one is {max(heads)}")
+    if model.depth.fixed_depth:
+        check_weights(model, options.num_steps)
 
 
 def analyze(options) -> list[Section]:
@@ -135,11 +125,11 @@ def analyze(options) -> list[Section]:
         "heads": config.model.heads,
         **({"text": opened.tokenizer.decode(ids)} if ids else {}),
     }
-    heads, done = whole_numbers("--heads", options.heads, 0), []
+    done = []
     for name, analysis in ANALYSES.items():
         if name in options.parts:
             print(name, flush=True)
-            values = {option: heads if option == "heads" else getattr(options, option) for option in analysis.options}
+            values = {option: getattr(options, option) for option in analysis.options}
             text = [ids] if analysis.reads_text else []
             with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
                 done.append(analysis.section(opened, *text, num_steps=options.num_steps, **values))

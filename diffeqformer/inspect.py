@@ -22,7 +22,6 @@ from diffeqformer.console.results import title
 from diffeqformer.errors import counted
 from diffeqformer.training import goodput
 
-BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
 COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
 
@@ -33,27 +32,18 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
 
     The first three are computed in float64. They are None if no element is finite.
     """
-    size, count, mean, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
-    flat_blocks = (block.reshape(-1) for block in blocks)
-    for part in (flat[start : start + BLOCK] for flat in flat_blocks for start in range(0, flat.size, BLOCK)):
-        block = part.astype(np.float64)
-        size += block.size
-        finite = np.isfinite(block)
-        block = block if finite.all() else block[finite]
-        if block.size:
-            here = float(block.mean())
-            delta, count = here - mean, count + block.size
-            squares += float(np.square(block - here).sum()) + delta**2 * block.size * (count - block.size) / count
-            mean += delta * block.size / count
-            largest = max(largest, float(np.abs(block).max()))
-            zeros += block.size - int(np.count_nonzero(block))
-    return {
-        "mean": mean if count else None,
-        "deviation": math.sqrt(squares / count) if count else None,
-        "largest": largest if count else None,
-        "zeros": zeros / size,
-        "not_finite": size - count,
-    }
+    size, count, total, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
+    for block in blocks:
+        finite = block[np.isfinite(block)].astype(np.float64)
+        size, count = size + block.size, count + finite.size
+        total, squares = total + float(finite.sum()), squares + float(finite @ finite)
+        largest = max(largest, float(np.abs(finite).max(initial=0)))
+        zeros += finite.size - int(np.count_nonzero(finite))
+    found = {"mean": None, "deviation": None, "largest": None}
+    if count:
+        variance = squares / count - (total / count) ** 2
+        found = {"mean": total / count, "deviation": math.sqrt(max(variance, 0)), "largest": largest}
+    return found | {"zeros": zeros / size, "not_finite": size - count}
 
 
 def parameters(
@@ -181,21 +171,16 @@ def heading(found: dict) -> list[str]:
 
 
 def parameter_table(rows: list[dict]) -> list[str]:
-    """Lines that list parameters. Each part of the model comes before its own parameters."""
+    """Lines that list parameters."""
     there = [name for name in COLUMNS if name in rows[0]]
-    cells, last = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]], None
+    cells = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]]
     for row in rows:
-        part, _, name = row["name"].removeprefix("depth/").removeprefix("layers/").partition("/")
-        if name and part != last:
-            prefix = row["name"].removesuffix(name)
-            count = sum(other["count"] for other in rows if other["name"].startswith(prefix))
-            cells.append([part, "", f"{count:,}", *[""] * len(there), ""])
-        last = part
+        name = row["name"].removeprefix("depth/").removeprefix("layers/")
         values = ["none" if row[name] is None else f"{row[name]:.4g}" for name in there if name != "zeros"]
         values += [f"{row['zeros']:.2%}"] if there else []
         alarm = f"NOT FINITE: {row['not_finite']:,}" if row.get("not_finite") else ""
         shape = " x ".join(map(str, row["shape"]))
-        cells.append([f"  {name}" if name else part, shape, f"{row['count']:,}", *values, alarm])
+        cells.append([name, shape, f"{row['count']:,}", *values, alarm])
     return columns(cells)
 
 

@@ -4,31 +4,308 @@ Measures what happens between the trained times: how smooth W(t) is there, the p
 solvers converge to one solution as their steps get smaller. docs/ode.md explains the numbers.
 """
 
+import dataclasses
+import functools
+import gc
 import math
+import pathlib
+from collections.abc import Collection
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
-from diffeqformer.analysis.convergence import convergence, curves, perplexities, plot, smoothness, table, trained_times
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
+from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.console.results import header, results_folder, write_json, write_text
-from diffeqformer.depth.depths import MOST_STEPS
+from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.perplexity_report import depths_of
-from diffeqformer.inference.scoring import Stretch, window_size
+from diffeqformer.fields.layers import Context, Linear
+from diffeqformer.inference.perplexity_report import as_trained, depths_of
+from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.sharding import on_every_device
+from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.transformer import Transformer, split_model
+
+METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # the solvers compared in `convergence`
 
 
 def define_flags() -> None:
     """The options of the command."""
     define_text_flags("ode")
     flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
-    flags.DEFINE_integer(
-        "refinements", 5, "Number of times the trained step is halved to measure convergence.", lower_bound=2
+    flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", 2, 15)
+
+
+def trained_times(model: Transformer) -> np.ndarray:
+    """The times of the trained weights, if these are fixed: the solver's nodes on the trained grid."""
+    return np.unique(model.grid().times)
+
+
+def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
+    """How far each layer's kernel, halfway between trained times, is from the mean of its two neighbours.
+
+    Returns Frobenius norms, relative to the norm of that mean and averaged over the intervals. `gap` is the distance of
+    the kernel from the mean, `half_change` is half the difference of the neighbours, and `ratio` is `gap` divided by
+    `half_change`. For a smooth function the ratio is far below 1, and halving the intervals halves it. For unrelated
+    kernels it is sqrt(3).
+    """
+    times = trained_times(model)
+    between = (times[1:] + times[:-1]) / 2
+    norms = jax.tree.map(float, _norms(*split_model(model), tuple(times), tuple(between)))
+    for row in norms.values():
+        row["ratio"] = row["gap"] / row["half_change"] if row["half_change"] else math.nan
+    return norms
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
+def _norms(graph, params, times, between):
+    model = nnx.merge(graph, params)
+    features = (model.depth.features(np.array(at)) for at in (times, between))
+    trained, middle = map(model.depth.from_features, features)
+    rows = {}
+    for name, layer in trained.items():
+        if "kernel" not in layer:
+            continue
+        before, after = layer["kernel"][:-1], layer["kernel"][1:]
+        mean = (before + after) / 2
+        rows[name] = {
+            "gap": jnp.mean(_norm(middle[name]["kernel"] - mean) / _norm(mean)),
+            "half_change": jnp.mean(_norm(after - before) / 2 / _norm(mean)),
+        }
+    return rows
+
+
+def _norm(kernels: Float[Array, "T inputs outputs"]) -> Float[Array, "T"]:
+    return jnp.sqrt(jnp.sum(kernels * kernels, axis=(1, 2)))
+
+
+def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A few entries of the first layer's kernel over time, minus their means over the trained times.
+
+    Returns:
+        times [points], the entries there [points, entries], and at `trained_times`.
+    """
+    name, layer = next((name, layer) for name, layer in model.field.layers().items() if isinstance(layer, Linear))
+    rows, columns = (
+        tuple(size * (2 * i + 1) // (2 * entries) for i in range(entries)) for size in (layer.inputs, layer.outputs)
     )
+
+    def entries_at(times):
+        features = model.depth.features(times)
+        return np.asarray(on_every_device(_entries(*split_model(model), features, name, rows, columns)))
+
+    times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))
+    return times, entries_at(times) - trained.mean(0), trained - trained.mean(0)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "name", "rows", "columns"))
+def _entries(graph, params, features, name, rows, columns):
+    """Entries of one kernel at several times. A few kernels are in memory at a time, and no other layer's."""
+    depth = nnx.merge(graph, params).depth
+
+    def at(feature):
+        return depth.from_features(feature[None])[name]["kernel"][0][jnp.array(rows), jnp.array(columns)]
+
+    return jax.lax.map(at, features, batch_size=20)
+
+
+def grids(model: Transformer, depths: Collection[int]) -> dict[str, tuple[Solver, int]]:
+    """The grids to score, by name: a solver and a number of steps. The first has the model's own number.
+
+    Args:
+        depths: the numbers of steps that were trained.
+    """
+    solver, own = model.solver, model.num_steps
+    numbers = [own, math.ceil(own / 2), math.ceil(own * 3 / 4), own * 3 // 2, 2 * own, 4 * own]
+    rows = {
+        f"{'as trained: ' if number in depths else ''}{number} steps": (solver, number)
+        for number in dict.fromkeys(numbers)
+    }
+    if solver.nodes == (1.0,):
+        for share in (0.25, 0.5, 0.75, 1.0):
+            rows[f"weights {share:g} of a step earlier"] = dataclasses.replace(solver, nodes=(1 - share,)), own
+    return rows | {f"rk4, {number} steps": (SOLVERS["rk4"], number) for number in (own, 2 * own)}
+
+
+def perplexities(
+    model: Transformer, depths: Collection[int], windows: list[Stretch], batch_size: int
+) -> dict[str, float]:
+    """The paper's perplexity of some windows on each of `grids` that fits into memory and has finite logits."""
+    found = {}
+    for name, (solver, num_steps) in grids(model, depths).items():
+        scorer = None
+        try:
+            with hosts.all_succeed(name):  # or else all leave it out
+                scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
+                scorer.check_room(windows)
+            scores = scorer(windows)
+        except UserError as error:
+            print(f"  {name}: left out, as {error}", flush=True)
+            continue
+        finally:
+            scorer = None  # its weights make room for the next ones
+            gc.collect()  # an error's frames have them, too
+        log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
+        found[name] = math.exp(min(-log_probs.mean(), 700.0))
+        print(f"  {name}: perplexity {plain(found[name])}", flush=True)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _first_state(graph, params, tokens):
+    return nnx.merge(graph, params).embed(tokens, Context())
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _advance(graph, params, features, sizes, x):
+    model = nnx.merge(graph, params)
+    layers = in_type(model.depth.from_features(features), jnp.float32)
+    return walk(model.solver, model.field, StackedWeights(layers, sizes), x, Context())
+
+
+def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
+    """x(1) from x(0), both in fp32, in a multiple of the trained number of steps.
+
+    Only the weights of that many steps are in memory at a time, at each node of the solver, in fp32.
+    """
+    grid, (graph, params) = model.grid(num_steps), split_model(model)
+    features, chunks = model.depth.features(grid.times), num_steps // model.num_steps
+    for here, step_sizes in zip(np.split(features, chunks), np.split(grid.step_sizes, chunks)):
+        x = _advance(graph, params, here, step_sizes, x)
+    return np.asarray(on_every_device(x), np.float64)
+
+
+def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements: int) -> dict:
+    """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
+
+    The error is the distance of x(1) from RK4's x(1) on a grid twice as fine as the finest one, divided by the length
+    of x(1). All in fp32. For `orders` and their grids see `observed_order`.
+    """
+    model = model.replace(dtype=jnp.dtype(jnp.float32))
+    x = _first_state(*split_model(model), tokens)
+    numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
+    exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
+    found = {"num_steps": numbers, "errors": {}, "orders": {}, "grids_of_orders": {}}
+    for method in METHODS:
+        walker = model.replace(solver=SOLVERS[method])
+        errors = [
+            float(np.linalg.norm(last_state(walker, number, x) - exact) / np.linalg.norm(exact)) for number in numbers
+        ]
+        order, found["grids_of_orders"][method] = observed_order(numbers, errors, method == "rk4")
+        found["errors"][method], found["orders"][method] = errors, order
+        print(f"  {method}: observed order {shown(order)}", flush=True)
+    return found
+
+
+def observed_order(numbers: list[int], errors: list[float], of_reference: bool) -> tuple[float | None, list[int]]:
+    """The order that a solver shows, and the three grids that show it; None and no grids if fewer can.
+
+    It is the slope of the error's logarithm over the finest grids whose errors are above fp32's rounding.
+
+    Args:
+        numbers: the numbers of steps.
+        errors: of x(1), on each grid.
+        of_reference: the solver is that of the reference, which is only twice as fine as the finest grid. The error
+            there says little, so this grid is left out.
+    """
+    usable = [(n, error) for n, error in zip(numbers, errors) if 1e-5 < error < math.inf]
+    usable = [pair for pair in usable if not (of_reference and pair[0] == numbers[-1])]
+    if len(usable) < 3:
+        return None, []
+    steps, errors = np.log(usable[-3:]).T
+    return float(-np.polyfit(steps, errors, 1)[0]), [n for n, _ in usable[-3:]]
+
+
+def plain(perplexity: float) -> str:
+    """A perplexity in a few digits."""
+    return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.3e}"
+
+
+def shown(order: float | None) -> str:
+    """An observed order."""
+    return "none" if order is None else f"{order:.2f}"
+
+
+def table(results: dict) -> str:
+    """The findings in Markdown."""
+    frequency = results["time_frequency"]
+    features = "" if frequency is None else f", time frequency {frequency:g}"
+    times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
+    lines = [
+        f"{results['title']} at step {results['checkpoint_step']:,}, {as_trained(results)}{features}{times}",
+        "",
+        "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, row in results["smoothness"].items():
+        lines.append(f"| {name} | {row['gap']:.3f} | {row['half_change']:.3f} | {row['ratio']:.2f} |")
+    text = ", ".join(results["files"] or [results["task"], results["split"]])
+    lines += ["", f"| grid | perplexity of {results['windows']} windows of {results['window']} ({text}) |", "|---|---|"]
+    lines += [f"| {name} | {plain(value)} |" for name, value in results["perplexities"].items()]
+    found = results["convergence"]
+    lines += ["", "| solver | " + " | ".join(f"error at {n} steps" for n in found["num_steps"]) + " | observed order |"]
+    lines.append("|" + "---|" * (len(found["num_steps"]) + 2))
+    for method, errors in found["errors"].items():
+        cells = [f"{error:.1e}" for error in errors] + [shown(found["orders"][method])]
+        if grids_of_order := found["grids_of_orders"][method]:
+            cells[-1] += f" at {', '.join(map(str, grids_of_order))}"
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
+    """Plot entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
+    figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))
+    times, values, at_trained = curves
+    for entry in range(values.shape[1]):
+        over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
+        over_time.plot(trained, at_trained[:, entry], "o", color=COLOURS[entry])
+    over_time.set(
+        title="a few weights over time; dots: trained", xlabel="t", ylabel="weight, less its mean at the dots"
+    )
+
+    smooth.bar(results["smoothness"].keys(), [row["ratio"] for row in results["smoothness"].values()])
+    smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
+    smooth.set(
+        xlabel="layer",
+        ylabel="as a share of half the neighbours' difference",
+        title="between trained times: distance from neighbours' mean",
+    )
+    smooth.tick_params(axis="x", rotation=20)
+    smooth.legend()
+
+    names, values = zip(*reversed(results["perplexities"].items()))
+    grids.plot(values, names, "o")
+    for number, value in enumerate(values):
+        grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
+    grids.set(title="on other grids", xlabel="perplexity", ylabel="grid")
+    log_if_wide(grids, "x")
+    grids.margins(x=0.15)
+
+    found = results["convergence"]
+    for method, series in found["errors"].items():
+        errors.loglog(found["num_steps"], series, "o-", label=f"{method}, order {shown(found['orders'][method])}")
+    errors.set(
+        xlabel="steps of depth",
+        ylabel="error, relative to the length of x(1)",
+        title="relative error of the last state",
+        xticks=found["num_steps"],
+    )
+    errors.set_xticklabels(found["num_steps"])
+    errors.minorticks_off()
+    log_if_wide(errors)
+    errors.legend()
+    for axis in (over_time, smooth, grids, errors):
+        axis.grid(alpha=0.3)
+    figure.suptitle(table(results).splitlines()[0])
+    figure.savefig(path, dpi=120)
 
 
 def examine(options) -> dict:
@@ -40,13 +317,8 @@ def examine(options) -> dict:
             "--workdir: must hold a model whose weights are functions of time, in at least 2 steps, but it is a model "
             f"of the kind {config.kind} with {counted(model.num_steps, 'step')}"
         )
-    most = int(math.log2(MOST_STEPS / model.num_steps)) - 1  # the reference is twice as fine
-    if options.refinements > most:
-        raise UserError(
-            f"--refinements: must be at most {most}, which take {model.num_steps * 2 ** (most + 1):,} steps, but it is "
-            f"{options.refinements}"
-        )
-    window = window_size(options.window, opened.config, opened.model.max_length, "--window")
+    model.grid(model.num_steps * 2 ** (options.refinements + 1))  # the reference's, which may not be too fine
+    window = window_size(options.window, opened.config, model.max_length, "--window")
     task, files, folder = None, None, None  # of process 0, which alone reads and writes
     ids, number = np.zeros((options.windows, window), np.int32), 0
     with hosts.all_succeed("the text"):
@@ -91,7 +363,6 @@ def examine(options) -> dict:
 
 
 def command() -> None:
-    """Examine, on all hosts."""
     with hosts.joined(flags.FLAGS):
         examine(flags.FLAGS)
 

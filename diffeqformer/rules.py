@@ -119,7 +119,6 @@ RULES = [
         "must be 0 for model.solver {c.model.solver}, which remembers more than states"),
     Rule("model.generate_chunk", lambda v, c: v < 2 or chunks_have_steps(c),
         "must be 0, 1, or no less than a divisor above 1 of model.num_steps and the steps at every depth of training "
-from diffeqformer.data.texts import CORPORA
         "(of shifted grids, which have one more, too), or else each chunk would be one step"),
     Rule("kernels", lambda v, c: v != "pallas" or not c.model.generate_chunk,
         "must be auto or xla with model.generate_chunk ({c.model.generate_chunk}), which adds up each P's gradient"),

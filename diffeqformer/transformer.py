@@ -171,8 +171,6 @@ class Transformer(nnx.Module):
 
         Layers that all steps share keep their type until each step, so that their gradient is summed in it.
         """
-        if not self.has_adapters and any({"a", "b"} & weights.keys() for weights in layers.values()):
-            raise ValueError("weights: a and b are the names of adapters, of which this model has none")
         constant = self.depth.constant
         return StackedWeights(layers if constant else in_type(layers, self.dtype), step_sizes, constant, self.dtype)
 

@@ -25,6 +25,7 @@ LEFT_OUT = {
     r"\bgcloud |/google_compute_engine$": CLOUD,
     r"^export ZONE=|\blaunch/tpu.sh ": CLOUD,  # tests/test_launch.py has a gcloud that records its calls
     r"^docker |^POOL=|\bkubectl ": CLOUD,  # tests/test_clusters.py checks what is applied, and builds without Docker
+    r"^pip install xprof ": "downloads a package",
     r"^sbatch ": HOSTS,  # tests/test_launch.py has a scheduler of this kind
     r"--coordinator=first-host": HOSTS,  # tests/test_hosts.py starts several processes
 }

@@ -66,7 +66,6 @@ def fork(command: list[str], pass_fds: list[int], **options) -> subprocess.Popen
 
 def main() -> None:
     importlib.import_module("diffeqformer.data.worker")
-    importlib.import_module("pictures")  # checks what is drawn
     for name in MODULES:
         importlib.import_module(f"diffeqformer.{name}")
     importlib.import_module("matplotlib.figure")  # which the commands import late

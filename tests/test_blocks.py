@@ -10,16 +10,13 @@ from flax import nnx
 
 import authors
 from diffeqformer import reference
-from diffeqformer.analysis import lyapunov
 from diffeqformer.analysis.attention_maps import maps
 from diffeqformer.analysis.spectra import spectra
-from diffeqformer.config import check_config, saved_config
+from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
-from diffeqformer.fields.llama import BIASES
 from diffeqformer.fields.rotary import rotary_table
 from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.reader import Reader
-from diffeqformer.planning.flash import flash
 from diffeqformer.transformer import split_model, vector_field, weights_at
 from helpers import ONE_DEVICE, forward, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
 
@@ -63,27 +60,15 @@ def test_a_block_agrees_with_the_float64_reference(kind, changes, options):
         assert np.linalg.norm(np.asarray(mine) - expected) < 2e-5 * np.linalg.norm(expected), path
 
 
-def grouped_and_full():
-    """A model whose heads share keys and values by twos, and the same with a copy for each head."""
+def test_analyses_see_grouped_queries_as_a_full_model_whose_keys_and_values_are_copied():
     grouped, full = lively_model("llama", num_steps=3, key_value_heads=2), lively_model("llama", num_steps=3)
     params = nnx.to_pure_dict(nnx.state(grouped, nnx.Param))
     for name in ("key", "value"):
         kernel = params["depth"]["layers"][name]["kernel"].reshape(3, 32, 2, 8)
         params["depth"]["layers"][name] = {"kernel": jnp.repeat(kernel, 2, axis=2).reshape(3, 32, 32)}
     nnx.update(full, params)
-    return grouped, full
-
-
-def test_grouped_queries_are_a_full_model_whose_keys_and_values_are_copied():
-    """In its logits, and in what analyses see."""
-    grouped, full = grouped_and_full()
-    assert grouped.depth.layers["key"]["kernel"].shape == (3, 32, 16)
-    ours, theirs = (forward(model, TOKENS) for model in (grouped, full))
-    np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
     ours, theirs = (maps(model, jnp.asarray(TOKENS)) for model in (grouped, full))
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    ours, theirs = (lyapunov.total_derivative(model, jnp.asarray(TOKENS[0])) for model in (grouped, full))
-    np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max())
     ours, theirs = (spectra(model, model.grid().ends, feed_forward=False) for model in (grouped, full))
     for name in ("QK", "OV"):
         np.testing.assert_allclose(ours[name].singular_values, theirs[name].singular_values, rtol=1e-4)
@@ -118,21 +103,13 @@ def test_rotations_slow_down_as_llama_3_has_it():
     np.testing.assert_allclose(sin[1, 36:] * 8, plain[1][1, 36:], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "neox"])
-def test_a_tied_head_is_one_parameter_and_trains(kind):
-    tied, untied = (lively_model(kind, vocab_size=257, tied_head=tied) for tied in (True, False))
+def test_a_tied_head_is_one_parameter_and_trains():
+    tied, untied = (lively_model("llama", vocab_size=257, tied_head=tied) for tied in (True, False))
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(split_model(model)[1])) for model in (tied, untied)]
     assert sizes[1] - sizes[0] == 257 * 32 and tied.field.embedding_stddev == 0.02
-    config = toy_config(kind, steps=30, batch_size=2, model__tied_head=True, optimizer__learning_rate=1e-2)
+    config = toy_config("llama", steps=30, batch_size=2, model__tied_head=True, optimizer__learning_rate=1e-2)
     _, state, losses = run_steps(config, ONE_DEVICE, 30)
     assert "lm_head" not in state["params"] and losses[-1, 0] < losses[0, 0] - 1
-
-
-@pytest.mark.parametrize("kind", ["diffeqformer", "llama"])
-@pytest.mark.parametrize("biases", BIASES)
-def test_biases_are_where_they_are_named(kind, biases):
-    layers = lively_model(kind, "llama", biases=biases).weights().layers
-    assert {name for name, weights in layers.items() if "bias" in weights} == {*BIASES[biases]}
 
 
 def test_what_is_left_out_is_the_published_block():
@@ -147,19 +124,12 @@ def test_what_is_left_out_is_the_published_block():
     assert vector_field(authors.model_config("gpt")).epsilon == 1e-5
 
 
-def test_attention_that_stands_for_cudnns_has_the_shapes_of_its_gradients():
-    query, key = jnp.ones((1, 4, 6, 8)), jnp.ones((1, 4, 2, 8))
-    mixed, pull_back = jax.vjp(flash, query, key, key)
-    assert [x.shape for x in (mixed, *pull_back(mixed))] == [query.shape, query.shape, key.shape, key.shape]
-
-
 @pytest.mark.parametrize(
     "field, changes, sentence",
     [
         ("llama", {"model__key_value_heads": 3}, r"model.key_value_heads: must divide model.heads \(4\), .* it is 3"),
         ("llama", {"model__head_width": 7}, "model.head_width: must be even for model.field llama, .*, but it is 7"),
         ("neox", {"model__rotary_fraction": 0.4}, "model.rotary_fraction: must leave an even number .* it is 0.4"),
-        ("neox", {"model__rotary_fraction": 0.1}, "model.rotary_fraction: must leave an even number .* it is 0.1"),
         ("llama", {"model__rope_scaling": "8,4,4,32"}, "model.rope_scaling: must be four positive numbers, the second"),
         (
             "llama",
@@ -171,9 +141,6 @@ def test_attention_that_stands_for_cudnns_has_the_shapes_of_its_gradients():
 def test_a_block_that_cannot_be_is_refused(field, changes, sentence):
     with pytest.raises(UserError, match=f"^config.{sentence}"):
         check_config(toy_config("diffeqformer", field, **changes), num_devices=8)
-    if "mesh__tensor" not in changes:  # a saved one, too
-        with pytest.raises(ValueError, match=f"^config.{sentence}"):
-            saved_config(toy_config("diffeqformer", field, **changes).to_dict())
 
 
 def test_heads_need_not_divide_the_width_if_theirs_is_given():

@@ -1,7 +1,6 @@
 """The README and all lines are short, and relative links in the documentation work."""
 
 import itertools
-import json
 import re
 import shutil
 import subprocess
@@ -79,17 +78,8 @@ def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
     assert len(addresses(ROOT)[0]) == 1 and addresses(ROOT) == addresses(ROOT)[:1] * len(ADDRESSED)
     subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name", "HUB=us"], cwd=tmp_path, check=True)
     assert addresses(tmp_path) == [{"me/its.name"}] * len(ADDRESSED)
-    for root, shown in ((ROOT, "<!-- [![Open in Colab]("), (tmp_path, "[![Open in Colab](")):
-        lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
-        assert lines[2].startswith(shown) and (lines[4].endswith(" -->") == (root == ROOT))
-    [notebook] = (tmp_path / "colab").glob("*.ipynb")
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    assert any('MODEL = "us/diffeqformer-tiny"' in "".join(cell["source"]) for cell in cells)
-
-
-@pytest.mark.fast
-def test_the_readme_takes_two_minutes():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert "\n[![Open in Colab](" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert 'MODEL = \\"us/diffeqformer-tiny' in (tmp_path / ADDRESSED[2]).read_text(encoding="utf-8")
 
 
 @pytest.mark.fast

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clu import parameter_overview
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,7 +21,6 @@ from diffeqformer.console.progress import Progress, TensorBoard, read_curves
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, abstract_model, select
 from helpers import ROOT, save_params, toy_config
-from runs import command
 
 BASE = {"workdir": "runs/base", "step": 7, "data_sha256": "another hash"}
 
@@ -46,9 +44,7 @@ def adapters(tmp_path_factory):
 
 
 def test_statistics_are_those_of_the_parameters_without_a_model(run, monkeypatch):
-    opened = checkpoint.load(run)
-    params = nnx.to_pure_dict(nnx.state(opened.model, nnx.Param))
-    overview = parameter_overview.get_parameter_overview(params, include_stats=False)  # parameters.txt
+    params = nnx.to_pure_dict(nnx.state(checkpoint.load(run).model, nnx.Param))
 
     def built(*_):
         raise AssertionError("a model was built")
@@ -60,11 +56,9 @@ def test_statistics_are_those_of_the_parameters_without_a_model(run, monkeypatch
         expected = (leaf.mean(), leaf.std(), np.abs(leaf).max(), np.mean(leaf == 0))
         got = [row[name] for name in inspect.COLUMNS]
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
-        shape = re.escape(str(leaf.shape))
-        assert re.search(rf"\| {row['name']} +\| {shape} +\| {row['dtype']} +\| {row['count']:,} +\|", overview)
+        assert (row["shape"], row["dtype"], row["count"]) == ([*leaf.shape], "float32", leaf.size)
         assert row["trains"] and row["not_finite"] == 0
-    assert len(found["parameters"]) == overview.count("float32") == 44
-    assert f"Total: {sum(row['count'] for row in found['parameters']):,} --" in overview
+    assert len(found["parameters"]) == len(jax.tree.leaves(params))
     assert (found["step"], found["steps"], found["kind"], found["num_steps"]) == (12, [12], "diffeqformer", 6)
     assert json.loads(json.dumps(found)) == found  # plain data
     report = inspect.text(found)
@@ -100,9 +94,7 @@ def test_what_is_frozen_is_listed_apart(adapters):
     train, frozen = report.split(f"{sums[0]:,} which train, in checkpoints/3")[1].split(
         f"{sums[1]:,} frozen, in frozen/0"
     )
-    assert " kernel " not in train and " kernel " in frozen and "token_embedding" not in frozen
-    with pytest.raises(UserError, match="these frozen weights belong to other adapters"):
-        checkpoint.open_frozen(workdir, {**BASE, "step": 8})
+    assert "/kernel " not in train and "/kernel " in frozen and "token_embedding" not in frozen
 
 
 def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
@@ -128,23 +120,16 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
     assert "\n  base = ''\n" in inspect.text(found, all_fields=True) and list(found["config"]) == field_names(config)
     assert "mean" not in inspect.inspect_run(tmp_path, with_statistics=False)["parameters"][0]
 
-    with pytest.raises(UserError, match="^--step: must be best or the step of a checkpoint in .*, 5 or 10, but it is"):
-        inspect.inspect_run(tmp_path, step=7)
-    with pytest.raises(UserError, match="there is no checkpoint here"):
-        inspect.inspect_run(tmp_path / "absent")
     shutil.rmtree(tmp_path / "checkpoints" / "5" / "params")
     with pytest.raises(UserError, match="checkpoints/5: this checkpoint can't be read: .* start again$"):
         inspect.inspect_run(tmp_path, step=5)
 
 
 def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
-    array = 1000 + np.random.RandomState(0).randn(50, 7)
-    monkeypatch.setattr(inspect, "BLOCK", 64)
+    array = np.float32(1000 + np.random.RandomState(0).randn(50, 7))
     array[20] = np.nan  # also a block with less than others
-    found, finite = inspect.statistics([array.astype(np.float32)]), np.delete(array.astype(np.float32), 20, 0)
-    np.testing.assert_allclose(
-        [found["mean"], found["deviation"]], [np.mean(finite, dtype=float), np.std(finite, dtype=float)]
-    )
+    found, finite = inspect.statistics([array[:23], array[23:]]), np.float64(np.delete(array, 20, 0))
+    np.testing.assert_allclose([found["mean"], found["deviation"]], [np.mean(finite), np.std(finite)])
     monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 4 * 2 * 5)
     stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
     save_params(tmp_path, toy_config(), {1: {"array": stored}})
@@ -182,8 +167,3 @@ def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
     report = inspect.text(found)
     assert "perplexity  bits/byte\n  1     2.5000        8.00     3.0000\n  2     2.2500        8.00\n" in report
     assert re.search("training: step 2, loss 4.5, tokens per second [0-9]", report)
-
-
-def test_a_command_without_its_folder_says_so():
-    done = command("inspect")
-    assert done.returncode == 1 and done.stderr == "diffeqformer: --workdir: must be given\n"

@@ -17,17 +17,15 @@ from diffeqformer.kernels.project import project
 from diffeqformer.kernels.update import update
 from helpers import normal
 
-SHAPES = [(36, 24, 16, 384), (6, 8, 24, 128), (108, 96, 16, 256), (7, 144, 8, 640)]  # T, E, inputs, outputs
+SHAPES = [(36, 24, 16, 384), (7, 144, 8, 640)]  # T, E, inputs, outputs
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 WIDTHS = (768, 1024, 1280, 2048)  # of the models in configs/
-LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (1, 1), (1, 4), (4, 1)]]
+LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (4, 1)]]
 CHIPS = [blocks.Chip(limit, cores) for limit in sorted({*blocks.LIMITS.values()}) for cores in (2, 1)]
 
 
-def cases(*more):
-    """Every shape with dW or the weights in bf16, one also in fp32, and the same run by the careful interpreter."""
-    plain = [(shape, "bfloat16", True, *more) for shape in SHAPES]
-    return [*plain, (SHAPES[0], "float32", True, *more), (SHAPES[0], "bfloat16", CHECKED, *more)]
+CASES = [(SHAPES[0], "float32", True), (SHAPES[0], "bfloat16", CHECKED), (SHAPES[1], "bfloat16", True)]
+"""Shapes, types of dW or the weights, and interpreters, of which one is careful and slow."""
 
 
 def layer(shape: tuple[int, int, int, int], dtype: str) -> tuple[jax.Array, ...]:
@@ -56,7 +54,7 @@ def small_chip():
     pltpu.reset_tpu_interpret_mode_state()  # which an error would leave behind
 
 
-@pytest.mark.parametrize("shape, dtype, interpret", cases())
+@pytest.mark.parametrize("shape, dtype, interpret", CASES)
 def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
     chip = small_chip(times, width, 4 * width + 4 + 4 * times)
@@ -68,7 +66,7 @@ def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
     np.testing.assert_allclose(np.asarray(weights, np.float64), expected, rtol=1.001 * half, atol=2e-5)
 
 
-@pytest.mark.parametrize("shape, dtype, interpret", cases())
+@pytest.mark.parametrize("shape, dtype, interpret", CASES)
 def test_gradients(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
     chip = small_chip(times, width, 4 * width + 4 + 4 * times)
@@ -95,12 +93,12 @@ def test_squares_survive_cancellation():
     )
 
 
-@pytest.mark.parametrize("shape, dtype, interpret, decay", [*cases(0.0), (SHAPES[0], "bfloat16", True, 0.1)])
-def test_two_updates_are_those_of_optax(shape, dtype, interpret, decay, small_chip):
+@pytest.mark.parametrize("shape, dtype, interpret", CASES)
+def test_two_updates_are_those_of_optax(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
     chip = small_chip(times, width, 6 * 4 * width + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
-    settings = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
+    settings = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     optimizer = optax.adamw(1e-2, **settings)
     step = jax.jit(functools.partial(update, **settings, chip=chip, interpret=interpret))
 
@@ -123,11 +121,11 @@ def test_two_updates_are_those_of_optax(shape, dtype, interpret, decay, small_ch
         h = h[::-1]  # another gradient
 
 
-@pytest.mark.parametrize("inputs, outputs", LAYERS)
-@pytest.mark.parametrize("times, width", [(36, 96), (108, 96), (36, 144), (144, 144), (6, 8)])
-def test_blocks_cover_a_layer_once(times, width, inputs, outputs):
+@pytest.mark.parametrize("times, width", [(36, 96), (144, 144), (6, 8)])
+def test_blocks_cover_a_layer_once(times, width):
     per_weight = 6 * 4 * width + 2 * times
-    for chip, rows in itertools.product(CHIPS, (inputs, inputs // 8, inputs // 16, inputs // 32)):  # cut over devices
+    for chip, devices, (inputs, outputs) in itertools.product(CHIPS, (1, 32), LAYERS):
+        rows = inputs // devices
         assert blocks.reason_against(times, width, rows, outputs, chip) is None
         cut = blocks.choose(times, width, rows, outputs, per_weight, chip)
         assert rows % cut.rows == outputs % cut.columns == 0 and cut.across == outputs // cut.columns
@@ -146,10 +144,6 @@ def test_a_device_has_its_row():
 
 def test_reasons_against():
     against = functools.partial(blocks.reason_against, chip=CHIPS[0])
-    assert against(36, 96, 1280, 5120) is None
-    assert against(36, 97, 1280, 5120) == "E = 97 isn't a multiple of 8"
-    assert against(36, 96, 20, 5120) == "inputs = 20 isn't a multiple of 8"
     assert against(36, 96, 1280, 500) == "outputs = 500 isn't a multiple of 128"
     assert against(303, 144, 1280, 3840) == "T = 303 is more than 256"
     assert against(256, 256, 1280, 5120) == "blocks of E = 256 and T = 256 don't fit in VMEM"  # beside strip and stack
-    assert against(36, 4096, 8, 128) == "blocks of E = 4096 and T = 36 don't fit in VMEM"

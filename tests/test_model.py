@@ -14,18 +14,14 @@ from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.solver import REMAT
 from diffeqformer.training.step import dropout_keys
-from diffeqformer.transformer import abstract_model, new_model, split_model
+from diffeqformer.transformer import abstract_model, split_model
 from helpers import (
     FAMILY,
     NO_DROPOUT,
-    ONE_DEVICE,
     build_model,
     lively_model,
     load_config,
     normal,
-    run_steps,
-    tokens_of,
-    toy_config,
 )
 
 
@@ -61,13 +57,6 @@ def test_heads_are_the_published_ones():
     """Which no number of parameters shows."""
     heads = {"small": 12, "medium": 16, "large": 20, "llama_1b": 16, "wikitext103_small": 12, "wikitext103_medium": 16}
     assert {name: load_config(name).model.heads for name in heads} == heads
-
-
-def test_the_alternative_design_saves_all_mlps_but_one():
-    """Sizes (2 K + 1) E + E + E E + E for each of six layers, or for all of them."""
-    config = load_config("small")
-    mlp = 257 * 20 + 20 + 20 * 20 + 20
-    assert parameter_count(load_config("small", "alternative")) == parameter_count(config) - 5 * mlp
 
 
 STDDEV = {  # of every leaf by its name, where the generator's start doesn't decide
@@ -120,25 +109,6 @@ def test_the_unit_start_and_a_base_width_only_scale_what_parameters_make(field):
     ours, theirs = scaled(tokens, scaled.weights()), plain(tokens, plain.weights())
     theirs *= 0.5 if field == "gpt" else 1  # its head is the embedding, which isn't scaled
     np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
-
-
-@pytest.mark.long
-def test_with_a_base_width_a_rate_moves_models_of_any_width_alike():
-    def moved(width, base_width):
-        config = toy_config(steps=1000, model__width=width, model__mlp=4 * width, model__heads=width // 8)
-        config.model.update(base_width=base_width, generator_start="unit", solver="lie_trotter", time_embed_dim=8)
-        config.optimizer.update(learning_rate=8e-3, warmup_fraction=0.0, epsilon=1e-12)
-        tokens = tokens_of(0, config)
-
-        def logits(steps):
-            program, state, _ = run_steps(config, ONE_DEVICE, steps)
-            model = nnx.merge(program.graph, state["params"])
-            return model(jnp.asarray(tokens), model.weights())
-
-        return float(jnp.std(logits(6) - logits(0)))
-
-    base = moved(16, 16)
-    assert 0.7 * base < moved(64, 16) < 1.1 * base and moved(64, 0) > 2 * base
 
 
 def test_time_features_are_exact_at_large_angles():
@@ -235,7 +205,7 @@ def test_every_depth_step_and_both_branches_have_masks_of_their_own():
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 3
 
 
-@pytest.mark.parametrize("kind, field", FAMILY)
+@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("shared", "llama")])
 def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
     model = build_model(kind, field, dtype="bfloat16")
     tokens = jnp.ones((2, 16), jnp.int32)
@@ -317,15 +287,3 @@ def test_a_shared_model_can_take_a_vanilla_ones_steps():
     np.testing.assert_allclose(shared(tokens, shared.weights()), logits, atol=1e-6 * float(jnp.abs(logits).max()))
     usual = lively_model("shared")
     assert not np.allclose(usual(tokens, usual.weights()), logits, atol=1e-2)
-
-
-def test_a_seed_decides_the_parameters():
-    one, other = (new_model(toy_config(seed=seed)).token_embedding[...] for seed in (0, 1))
-    assert (one != other).mean() > 0.9
-
-
-def test_depth_costs_no_parameters():
-    config = load_config("small")
-    count = parameter_count(config)
-    config.model.num_steps = 100
-    assert parameter_count(config) == count

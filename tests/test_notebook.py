@@ -1,18 +1,12 @@
 """The notebook runs from top to bottom in an environment that has what a fresh Colab runtime has."""
 
-import importlib.metadata
-import importlib.util
 import json
-import runpy
 import shutil
 import subprocess
-import sys
 
 import nbformat
 import pytest
-import setuptools
 from nbclient import NotebookClient
-from packaging.requirements import Requirement
 
 from environments import LIGHT, build_wheel, make_environment
 from flags import FAST_COMPILATION
@@ -29,32 +23,6 @@ def opened_notebook(**changes: str) -> nbformat.NotebookNode:
         for old, new in changes.items():
             cell.source = cell.source.replace(old, new)
     return notebook
-
-
-def test_forms_show_values_and_hide_code():
-    cells = opened_notebook().cells
-    assert "colab-badge.svg" in cells[0].source
-    for cell in (cell for cell in cells if cell.cell_type == "code"):
-        assert cell.source.startswith("# @title ") and cell.metadata["cellView"] == "form" and not cell.outputs
-
-
-@pytest.mark.parametrize("source", ["https://host/user/repository", "some/diffeqformer-1-any.whl", ""])
-def test_a_wheel_or_a_repository_is_installed(source, tmp_path, monkeypatch):
-    """Without a source, the wheel beside the notebook; then what the light requirements name, and nothing else."""
-    (tmp_path / "diffeqformer-1-any.whl").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    asked, ran, [cell] = [], [], [cell for cell in opened_notebook().cells if "REPOSITORY =" in cell.source]
-    monkeypatch.setattr(setuptools, "setup", lambda *, install_requires, **_: asked.extend(install_requires))
-    runpy.run_path(str(ROOT / "setup.py"))
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*asked, "pytest; extra == 'dev'"])
-    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: getattr(sys.modules.get(name), "__version__", "1"))
-    exec(cell.source.replace('SOURCE = ""', f'SOURCE = "{source}"'), {})
-    git = "git+" if source.startswith("https") else ""
-    [package, needed] = [command[5:] for command in ran]
-    assert package == ["--no-deps", git + source or "diffeqformer-1-any.whl"]
-    assert set(map(Requirement, needed)) == set(map(Requirement, LIGHT))
 
 
 COLAB = {  # what the notebook asks of Colab

@@ -71,5 +71,3 @@ def test_a_model_with_layers_says_what_it_lacks():
         opened.weights(0.5)
     with pytest.raises(UserError, match="weights for"):
         opened.at(num_steps=opened.model.num_steps + 1)
-    with pytest.raises(UserError, match="^--solver: must be one of"):
-        opened.at(solver="heun")

@@ -5,8 +5,6 @@ import json
 import pathlib
 import runpy
 import shlex
-import subprocess
-import sys
 import types
 
 import pytest
@@ -83,48 +81,6 @@ def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path, made):
     assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"simulation", "simulation-1"}
 
 
-def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path, made, script, capsys):
-    for run in ("gpt-4e-3", "diffeqformer-2e-3", "diffeqformer-beta2_0.999-2e-3"):
-        for seed, text in ((0, "own_text"), (1, "own_text"), (2, "own_text"), (1, "2_articles")):
-            (tmp_path / "my runs" / "studies" / f"tiny-{run}-seed_{seed}-1500_steps-{text}").mkdir(parents=True)
-    [command] = [each for each in made("--table=4") if each.startswith("diffeqformer.downstream")]
-    found = [path.partition("/tiny-")[2] for path in command.split("--workdir=")[1].split(" --")[0].split(",")]
-    shown = [f"{run}-seed_{seed}" for run in ("gpt-4e-3", "diffeqformer-2e-3") for seed in (1, 2)]
-    assert found == [f"{run}-1500_steps-own_text" for run in shown]
-    for given, end in ((["--tasks=my tasks"], " --include='my tasks' --tasks=paper"), ([], "/downstream")):
-        script("paper", "--table=4", "--scale=published", "--list", *given).main(None)
-        assert capsys.readouterr().out.splitlines()[-2].endswith(end)
-
-
-def test_reports_are_summed_up_over_seeds(tmp_path, script, capsys):
-    for seed, size in ((1, 2.0), (2, 6.0)):
-        qk = {"radius": [[size, 1.0], [1.0, 1.0]], "positive_share": [[0.0, 0.0], [0.5, 1.0]]}
-        sensitivity = {"prediction": "|", "pieces": ["a", "b", "c"], "measures": {"gradient": [None, size, 9.0]}}
-        found = {"spectra": {"times": [0.5, 1.0], "QK": qk}, "sensitivity": sensitivity}
-        found["induction"] = {"scores": [[0.1, size / 10]], "even": 0.01}
-        found["sharpness"] = {"correlation": {"eigenvalues": -size / 10}}
-        (tmp_path / f"gpt-seed-{seed}").mkdir()
-        (tmp_path / f"gpt-seed-{seed}" / "results.json").write_text(json.dumps(found))
-
-    def run(*kinds):
-        patterns = [f"--report={tmp_path}/{kind}-seed-?" for kind in kinds]
-        script("reports", f"--results={tmp_path}/new/figure.json", *patterns).main(None)
-        return capsys.readouterr().out
-
-    printed = run("gpt")
-    assert (tmp_path / "new" / "figure.md").read_text() == printed
-    rows = {row: cells for row, *cells in (line[2:-2].split(" | ") for line in printed.splitlines()[2:])}
-    assert rows["QK: largest spectral radius"] == ["4.000 ± 2.828"] and rows["QK: found at"] == ["0.5; 0.5"]
-    assert rows["QK: share of positive real parts, last time"] == ["0.750 ± 0.000"]
-    change = "QK: mean change of the radius between times, share of the mean radius"
-    assert rows[change] == ["0.756 ± 0.503"]  # 0.5 of 1.25 and 2.5 of 2.25
-    assert rows["entropy of attention: rank correlation with the eigenvalues of QK"] == ["-0.400 ± 0.283"]
-    assert rows["largest induction score"] == ["0.400 ± 0.283"] and rows["prediction"] == [r"'\|'; '\|'"]
-    assert rows["gradient"] == ["'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0"]
-    with pytest.raises(SystemExit, match="none has a results.json"):
-        run("llama")
-
-
 def test_perplexities_stand_beside_those_published(tmp_path, made, capsys):
     made("--figure=5", "--scale=published")
     tmp_path = tmp_path / "my runs"
@@ -136,22 +92,3 @@ def test_perplexities_stand_beside_those_published(tmp_path, made, capsys):
     assert rows[f"{back}full-9-validation-best"] == "20.00"
     made("--table=1", "--scale=published")  # none is at hand
     assert "| wikitext103_small-validation | 20.00 |  |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_widths_of_the_time_embedding_are_measured_beside_a_gpt(tmp_path):
-    def run(*options):
-        shape = "width=16", "heads=2", "num_steps=2", "vocab_size=32", "sequence_length=16", "batch_size=8", "rounds=1"
-        program = [sys.executable, "benchmarks/embedding.py", *(f"--{each}" for each in shape), f"--output={tmp_path}"]
-        return subprocess.run([*program, *options], capture_output=True, text=True, cwd=ROOT)
-
-    done = run("--embed_dim=2", "--embed_dim=3", "--embed_dim=5")
-    assert done.returncode == 0, done.stderr
-    table = (tmp_path / "embedding.md").read_text()
-    assert table in done.stdout and (tmp_path / "embedding.png").stat().st_size > 10_000
-    names, parameters = zip(*(line.split(" | ")[:2] for line in table.splitlines()[4:]))
-    assert names == ("| gpt", "| diffeqformer, E 2", "| diffeqformer, E 3", "| diffeqformer, E 5")
-    numbers = [int(number.replace(",", "")) for number in parameters]
-    assert numbers == sorted(set(numbers))
-    done = run("--time_embed_dim=4")
-    assert done.returncode == 1 and "--embed_dim" in done.stderr.splitlines()[-1]

@@ -12,9 +12,7 @@ from flax import nnx
 
 import authors
 from diffeqformer import reference
-from diffeqformer.depth.grid import Grid
-from diffeqformer.fields.layers import Context, rms_norm
-from helpers import FAMILY, loss_and_gradient
+from helpers import FAMILY, forward, loss_and_gradient
 
 MODELS = list(authors.MODELS)
 KNOTS = 2  # of interpolated weights
@@ -33,8 +31,9 @@ def weights_given_features(model, arrays):
     return dataclasses.replace(model.weights(), layers=model.depth.from_features(arrays["out.time_embed"]))
 
 
-@pytest.mark.parametrize("kind, field", MODELS)
-@pytest.mark.parametrize("remat", ["none", "step"])
+@pytest.mark.parametrize(
+    "kind, field, remat", [*((*model, "none") for model in MODELS), ("diffeqformer", "gpt", "step")]
+)
 def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, field, remat):
     arrays, params, gradients = authors.load(kind, field)
     config = authors.model_config(kind, field, remat=remat)
@@ -62,40 +61,15 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
         assert error < 1e-5, (path, error)
 
 
-@pytest.mark.parametrize("num_steps", [6, 9, 12, 18, 24])
-def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
-    arrays, params, _ = authors.load("diffeqformer", "gpt")
-    model = authors.build(authors.model_config("diffeqformer"), params)
-    logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.grid(num_steps)))
-    np.testing.assert_allclose(logits, arrays[f"evaluate_at_{num_steps}.logits"], atol=5e-4)
-
-
-def test_llama_logits_from_t_equal_the_authors():
-    arrays, params, _ = authors.load("diffeqformer", "llama")
-    model = authors.build(authors.model_config("diffeqformer", "llama"), params)
-    np.testing.assert_allclose(
-        model(jnp.asarray(arrays["input_ids"]), model.weights()), arrays["out.logits"], atol=5e-4
-    )
-
-
-def test_norm_of_norm_is_a_switch():
-    """The published second norm reads the first one's output; the plain one reads the first one's input."""
-    arrays, params, _ = authors.load("diffeqformer", "llama")
-    tokens = jnp.asarray(arrays["input_ids"])
-    published, plain = (
-        authors.build(authors.model_config("diffeqformer", "llama", norm_of_norm=switch), params)
-        for switch in (True, False)
-    )
-    layers = jax.tree.map(lambda leaf: leaf[0], published.weights().layers)
-    x, context = published.embed(tokens, Context()), Context()
-    normed = rms_norm(layers["norm_attention"], x, 1e-6)
-    np.testing.assert_array_equal(
-        published.field.feed_forward(layers, x, context), plain.field.feed_forward(layers, normed, context)
-    )
-    np.testing.assert_array_equal(
-        published.field.attention(layers, x, context), plain.field.attention(layers, x, context)
-    )
-    assert difference(plain(tokens, plain.weights()), arrays["out.logits"]) > 0.05
+@pytest.mark.parametrize(
+    "field, num_steps, name",
+    [*(("gpt", steps, f"evaluate_at_{steps}.logits") for steps in (6, 9, 24)), ("llama", 6, "out.logits")],
+)
+def test_logits_from_t_equal_the_authors_at_any_depth(field, num_steps, name):
+    arrays, params, _ = authors.load("diffeqformer", field)
+    model = authors.build(authors.model_config("diffeqformer", field), params)
+    logits = forward(model, jnp.asarray(arrays["input_ids"]), num_steps)
+    np.testing.assert_allclose(logits, arrays[name], atol=5e-4)
 
 
 def reference_blocks(kind, params, num_steps):
@@ -187,7 +161,3 @@ def test_the_reference_itself_agrees_with_the_authors(kind, field):
         assert abs(float(reference.loss(jnp.asarray(logits), arrays["input_ids"])) - arrays["loss"]) < 5e-5
     tolerance = 5e-5 if kind == "diffeqformer" else 2e-6  # their angles are fp32
     assert difference(logits, arrays["out.logits"]) < tolerance
-
-
-def test_steps_end_where_time_does():
-    np.testing.assert_array_equal(Grid.of(np.arange(1, 37) / 36).step_sizes, np.full(36, 1 / 36, np.float32))

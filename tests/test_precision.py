@@ -13,7 +13,7 @@ from diffeqformer.fields import attention
 from diffeqformer.fields.attention import plain
 from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.discretize import discretized_config, discretized_params
+from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import Reader
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round

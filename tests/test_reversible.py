@@ -9,10 +9,10 @@ from test_checkpointing import loss_and_gradient
 
 from diffeqformer.fields.field import VectorField
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.solvers import ONE_STEP, SOLVERS
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.reversible import Pair
 from diffeqformer.transformer import split_model, weights_at
-from helpers import NO_DROPOUT, lively_model, long_to_compile, some_slow, toy_config
+from helpers import NO_DROPOUT, lively_model, toy_config
 
 
 def relative_error(found, expected) -> float:
@@ -40,11 +40,10 @@ def test_a_step_has_its_published_form_and_the_coupling_with_which_models_were_s
     np.testing.assert_allclose(jnp.ravel(jnp.stack(found)), [x, y - 0.7 * h * x], rtol=1e-6)
 
 
-CASES = [("diffeqformer", "gpt", name) for name in ONE_STEP]
-CASES += [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun"), ("discretized", "gpt", "lie_trotter")]
-
-
-@pytest.mark.parametrize("kind, field, solver", some_slow(CASES, long_to_compile))
+@pytest.mark.parametrize(
+    "kind, field, solver",
+    [("diffeqformer", "gpt", "midpoint"), ("shared", "llama", "heun"), ("discretized", "gpt", "lie_trotter")],
+)
 def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, field, solver):
     expected, gradient = loss_and_gradient(kind, field, f"reversible_{solver}", "none")
     loss, found = loss_and_gradient(kind, field, f"reversible_{solver}", "reversible")
@@ -86,13 +85,3 @@ def test_a_model_that_steps_back_can_be_read_with_any_solver():
     for name in ("euler", "reversible_heun"):
         other = with_solver(model, name, config.model)
         assert np.isfinite(other(jnp.arange(10).reshape(2, 5), weights_at(other))).all()
-
-
-def test_the_second_state_follows_the_first():
-    """Both converge to the solution, so their distance vanishes with the length of the steps."""
-    distances = []
-    for steps in (32, 64):
-        model = lively_model("diffeqformer", num_steps=steps, solver="reversible_heun", time_frequency=10.0)
-        x, y = model.solver_states(jnp.arange(10).reshape(2, 5), weights_at(model))
-        distances.append(float(jnp.abs(x - y)[-1].max()))
-    assert 3 < distances[0] / distances[1] < 5

@@ -24,8 +24,7 @@ from etils import epath
 
 from diffeqformer import data
 from diffeqformer import evaluate as evaluation_command
-from diffeqformer.analysis.registry import Section
-from diffeqformer.analysis.report import highlighted, paragraph, table
+from diffeqformer.analysis.report import Section, highlighted, paragraph, table
 from diffeqformer.analysis.report import write as write_report
 from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints import folder as checkpoint_folder

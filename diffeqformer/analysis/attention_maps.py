@@ -49,15 +49,11 @@ def _maps(graph, params, weights, tokens, summary):
     return jax.lax.scan(body, state, jnp.arange(len(weights.step_sizes)))[1]
 
 
-def _whole(probabilities):
-    return probabilities
-
-
 def maps(
     model: Transformer,
     tokens: Int[Array, "B S"],
     num_steps: int | None = None,
-    summary: Callable[[Array], Array] = _whole,
+    summary: Callable[[Array], Array] = jnp.asarray,
 ) -> Array:
     """`summary` of each step's attention [B, H, S, S], stacked to [T, ...]; by default the attention itself.
 

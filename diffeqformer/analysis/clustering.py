@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from diffeqformer.analysis.common import check_text, in_float32, time_label
+from diffeqformer.analysis.common import in_float32, time_label
 from diffeqformer.analysis.report import Section, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
@@ -68,16 +68,14 @@ def picture(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarra
 def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None) -> Section:
     """Whether the tokens of a text cluster along the model's trajectory."""
     model, tokens = opened.model, jnp.asarray(ids)
-    check_text(model, ids)
     states = np.asarray(model.trajectory(tokens[None], weights_at(model, num_steps)))[:, 0]
     found, sizes = relative_distances(states)
     measures = {"states": found, "directions": relative_distances(directions(states))[0]}
     times = np.concatenate([[0.0], model.grid(num_steps).ends])
     shown = [
         paragraph(
-            "Pairwise distances of the text's tokens, divided by their root mean square, from the embedding to the "
-            "last state. They are shown for the states and for their directions x / |x|, which a single token far from "
-            "all others doesn't affect. Clusters would bring the lower quantiles to 0."
+            "Pairwise distances of the text's tokens, divided by their root mean square, for the states and for their "
+            "directions x / |x|. Clusters would bring the lower quantiles to 0."
         ),
         figures.as_html(picture(measures, sizes, times, time_label(model)), "clustering of tokens"),
     ]

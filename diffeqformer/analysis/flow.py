@@ -9,21 +9,21 @@ from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis import lyapunov
-from diffeqformer.analysis.common import check_text, in_float32
+from diffeqformer.analysis.common import in_float32
 from diffeqformer.analysis.report import Section, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
-from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
 from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 16  # number of tangent vectors that are carried at once
+TOLERANCE = 1e-3  # iterations end when none changes an exponent by more
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field", "count"))
-def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
-    """Logarithms of the largest singular values of dx(1)/dx(0), by subspace iteration, and the last pass's change."""
+def _there_and_back(solver, field, weights, x, directions, count):
+    """One pass of the iteration: the new directions, and logarithms of the largest singular values of dx(1)/dx(0)."""
     _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
     pull = jax.linear_transpose(push, x)
 
@@ -31,29 +31,13 @@ def _largest_exponents(solver, field, weights, x, directions, count, tolerance, 
         at_once = lyapunov.rows_at_once(len(x), CHUNK)
         return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=at_once).reshape(-1, x.size).T
 
-    def there_and_back(carry):
-        directions, before, _, done = carry
-        images, triangle = jnp.linalg.qr(apply(push, directions))
-        found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
-        change = jnp.where(found == before, 0, jnp.abs(found - before)).max()
-        return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found, change, done + 1
-
-    def goes_on(carry):
-        _, _, change, done = carry
-        return (done < passes) & ~(change <= tolerance)
-
-    start = (directions, jnp.full(count, jnp.inf, jnp.float32), jnp.float32(jnp.inf), 0)
-    return jax.lax.while_loop(goes_on, there_and_back, start)[1:3]
+    images, triangle = jnp.linalg.qr(apply(push, directions))
+    found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
+    return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found
 
 
 def flow_exponents(
-    model: Transformer,
-    tokens: Int[Array, "S"],
-    count: int,
-    num_steps: int | None = None,
-    tolerance: float = 1e-3,
-    passes: int = 100,
-    seed: int = 0,
+    model: Transformer, tokens: Int[Array, "S"], count: int, num_steps: int | None = None, passes: int = 100
 ) -> tuple[Float[np.ndarray, "k"], float]:
     """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
 
@@ -62,8 +46,7 @@ def flow_exponents(
     exponents from below.
 
     Args:
-        tolerance: iterate until a pass, forward and back, changes no exponent by more than this.
-        passes: maximum number of passes.
+        passes: their maximum number. Usually a pass changes no exponent by more than `TOLERANCE` before.
 
     Returns:
         the exponents, and by how much the last pass changed them.
@@ -71,11 +54,15 @@ def flow_exponents(
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
     count = min(count, x.size)
     more = min(2 * count + 8, x.size)  # the last vectors of a subspace are the least exact
-    directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more), jnp.float32))[0]
-    limits = jnp.float32(tolerance), passes
+    directions = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (x.size, more), jnp.float32))[0]
+    found, change = np.full(count, np.inf), np.inf
     with threadpool_limits(1, "blas"):
-        found, change = _largest_exponents(model.solver, model.field, weights, x, directions, count, *limits)
-        return np.asarray(found, np.float64), float(change)
+        while change > TOLERANCE and passes:
+            directions, new = _there_and_back(model.solver, model.field, weights, x, directions, count)
+            new = np.asarray(new, np.float64)
+            change = float(np.abs(new - found)[new != found].max(initial=0))
+            found, passes = new, passes - 1
+    return found, change
 
 
 def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
@@ -100,8 +87,7 @@ def picture(exponents: Float[np.ndarray, "k"]):
     figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
     axis.plot(range(1, len(exponents) + 1), exponents, "o-", markersize=3)
     axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set(title="largest exponents of the flow, over the whole depth", ylabel="exponent")
-    axis.set_xlabel("rank")
+    axis.set(title="largest exponents of the flow, over the whole depth", xlabel="rank", ylabel="exponent")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     return figure
@@ -109,28 +95,16 @@ def picture(exponents: Float[np.ndarray, "k"]):
 
 @in_float32
 def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, flow: int = 32) -> Section:
-    """The `flow` largest exponents of the flow of all tokens of a text.
-
-    Raises:
-        UserError: if the text is too short or too long, or `flow` is below 1.
-    """
+    """The `flow` largest exponents of the flow of all tokens of a text."""
     model, tokens = opened.model, jnp.asarray(ids)
-    check_text(model, ids)
-    if flow < 1:
-        raise UserError(f"flow: must be at least 1, but it is {flow}")
     largest, change = flow_exponents(model, tokens, flow, num_steps)
     dimension = kaplan_yorke(largest)
-    said = f"{dimension:.3f}" if dimension is not None else "not defined by these"
-    if dimension is None and np.isfinite(largest).all():
-        said += ", whose sum isn't negative"
-        if len(largest) < tokens.size * model.token_embedding.shape[-1]:
-            said += "; more of them may define it"
+    said = "not defined by these" if dimension is None else f"{dimension:.3f}"
     shown = [
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
             "together: the logarithms of a small change's growth over the whole depth in its fastest directions. "
-            f"Kaplan-Yorke dimension: {said}. Over a finite depth this number describes the text; it isn't the "
-            f"dimension of an attractor. The last iteration changed the exponents by at most {change:.1g}."
+            f"Kaplan-Yorke dimension: {said}. The last iteration changed the exponents by at most {change:.1g}."
         ),
         figures.as_html(picture(largest), "exponents of the flow"),
     ]

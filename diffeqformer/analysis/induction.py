@@ -98,8 +98,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
         paragraph(
             f"A sequence of {length} different random tokens is repeated once. The score is a head's mean attention "
             "from a token's second occurrence to the token that followed the first. Uniform attention scores "
-            f"{even:.3f}, a perfect induction head 1. The paper infers induction heads from positive eigenvalues of "
-            "both QK and OV; the score measures induction directly."
+            f"{even:.3f}, a perfect induction head 1."
         ),
         figures.as_html(picture(scores, even, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
         table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),

@@ -25,7 +25,7 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 64  # number of rows of a Jacobian that are computed at once
@@ -64,37 +64,16 @@ class LastToken(VectorField):
         """The feed-forward branch."""
         return self.field.feed_forward(weights, row, context)
 
-    def __call__(self, weights: dict, row: Float[Array, "B 1 D"], context: Context) -> Float[Array, "B 1 D"]:
-        """dx/dt at the last token."""
-        return self.attention(weights, row, context) + self.feed_forward(weights, row, context)
-
 
 def rows_at_once(tokens: int, most: int = CHUNK) -> int:
     """How many rows of a Jacobian to pull back at once through the attention of some tokens: H S^2 numbers for each."""
     return max(1, most * 256**2 // max(256, tokens) ** 2)
 
 
-def of_tokens(state: PyTree, x: Float[Array, "... 1 S D"]) -> list[Array]:
-    """What a solver's state holds of every token: x first, and the rest, which is as large as x."""
-    return [x, *(leaf for leaf in jax.tree.leaves(state) if leaf is not x and leaf.shape == x.shape)]
-
-
-def last_increments(
-    solver: Solver, field: VectorField, layers: list[dict], state: PyTree, dt: Float[Array, ""]
-) -> Float[Array, "parts D"]:
-    """The increment of the last token's state in one step: of x, and of what else the solver carries.
-
-    Args:
-        layers: the weights at each of the solver's nodes in this step.
-        dt: the length of the step.
-    """
-    x = solver.read(state)
-    if solver in OTHERS_WAIT:
-        state = jax.tree.map(lambda leaf: leaf[:, -1:] if leaf.shape == x.shape else leaf, state)
-        field = LastToken(field, x)
-    after = solver.step(field, layers, state, dt, Context())
-    parts = zip(of_tokens(after, solver.read(after)), of_tokens(state, solver.read(state)), strict=True)
-    return jnp.stack([(new - old)[0, -1] for new, old in parts])
+def of_tokens(state: PyTree) -> list[Array]:
+    """What a solver's state holds of every token, which comes first in it: x, and what else is as large as x."""
+    leaves = jax.tree.leaves(state)
+    return [leaf for leaf in leaves if leaf.shape == leaves[0].shape]
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
@@ -104,22 +83,21 @@ def advance(solver, field, layers, dt, state, tangents):
     Y [S, parts * D, D] also has the derivatives of what else the solver carries for the last token, times R^-1.
     """
     leaves, tree = jax.tree.flatten(state)
-    x = solver.read(state)
-    moving = [n for n, leaf in enumerate(leaves) if leaf.shape == x.shape]
-    moving.sort(key=lambda n: leaves[n] is not x)  # x first
 
-    def increments(parts):
-        changed = dict(zip(moving, parts))
-        state = tree.unflatten([changed.get(n, leaf) for n, leaf in enumerate(leaves)])
-        return last_increments(solver, field, layers, state, dt).reshape(-1)
+    def increments(parts):  # of the last token, in this step
+        moving = field
+        if solver in OTHERS_WAIT:
+            moving, parts = LastToken(field, parts[0]), [part[:, -1:] for part in parts]
+        after = solver.step(moving, layers, tree.unflatten([*parts, *leaves[len(parts) :]]), dt, Context())
+        return jnp.concatenate([(new - old)[0, -1] for new, old in zip(of_tokens(after), parts, strict=True)])
 
-    increment, pull = jax.vjp(increments, [leaves[n] for n in moving])
+    increment, pull = jax.vjp(increments, of_tokens(state))
     rows = jnp.eye(increment.size, dtype=increment.dtype)
-    at_once = CHUNK if solver in OTHERS_WAIT else rows_at_once(x.shape[-2])
+    *_, tokens, width = leaves[0].shape
+    at_once = CHUNK if solver in OTHERS_WAIT else rows_at_once(tokens)
     of_x, *of_rest = jax.lax.map(lambda row: [part[0] for part in pull(row)[0]], rows, batch_size=at_once)
     of_rest = [jnp.broadcast_to(part[:, None, -1], of_x.shape) for part in of_rest]  # the last token's own
     jacobian = jnp.concatenate([of_x, *of_rest], axis=-1).swapaxes(0, 1)  # [S, out, in]
-    width = x.shape[-1]
 
     def orthogonal(of_token):  # a few tokens at a time: for all of them, each array here would have S D^2 numbers
         tangent, block = of_token
@@ -129,12 +107,6 @@ def advance(solver, field, layers, dt, state, tangents):
         return jnp.concatenate([q, rest]), jnp.log(jnp.abs(jnp.diagonal(triangle)))
 
     return jax.lax.map(orthogonal, (tangents, jacobian), batch_size=CHUNK // 4)
-
-
-def check_published(model: Transformer) -> None:
-    """Check that the authors' pairing of times and states can be applied to a model."""
-    if model.solver != SOLVERS["euler"] or not model.depth.generated:
-        raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
 
 
 def exponents(
@@ -153,23 +125,21 @@ def exponents(
     Args:
         num_steps: of depth; by default as trained.
         published: take the derivative at each step as the authors' code does: with the weights at the step's start and
-            the state at its end.
+            the state at its end. Its weights must be generated, and its solver Euler's.
         progress: called with the number of finished steps and their total.
 
     Raises:
-        UserError: if the model can't take that number of steps or has a reversible solver, or if `published` and its
-            weights aren't generated or its solver isn't Euler's.
+        UserError: if the model can't take that number of steps or has a reversible solver.
     """
     if model.solver.reversible:  # attention reads the second states of all tokens, which `advance` doesn't follow
         raise UserError("exponents: a reversible solver walks with two states of each token, and they follow one only")
     weights, solver = weights_at(model, num_steps), model.solver
     states = model.solver_states(tokens[None], weights)
     if published:
-        check_published(model)
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
-    parts, width = len(of_tokens(states, solver.read(states))), model.field.width
-    first = jnp.eye(parts * width, width, dtype=jnp.float32)  # nothing but x depends on x(0) yet
+    width = model.field.width
+    first = jnp.eye(len(of_tokens(states)) * width, width, dtype=jnp.float32)  # nothing but x depends on x(0) yet
     tangents = jnp.tile(first, (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another

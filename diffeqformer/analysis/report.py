@@ -3,12 +3,10 @@
 import dataclasses
 import html
 import pathlib
-import sys
 
 import numpy as np
 
 from diffeqformer.console.results import write_json, write_text
-from diffeqformer.errors import printable
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
@@ -75,28 +73,10 @@ def highlighted(pieces: list[str], values: np.ndarray) -> str:
     return f'<div class="text">{"".join(spans)}</div>'
 
 
-def coloured(pieces: list[str], values: np.ndarray) -> str:
-    """The same for a terminal."""
-    cells = []
-    for piece, share in zip(pieces, shares(values), strict=True):
-        red, green, blue = (round(255 + share * (colour - 255)) for colour in (230, 159, 0))
-        cells.append(
-            f"\033[38;2;0;0;0;48;2;{red};{green};{blue}m{printable(piece)}\033[0m"
-            if piece.strip()
-            else printable(piece)
-        )
-    return "".join(cells)
-
-
-def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
-    """Print the text in colours on a terminal; elsewhere print the five largest values before the last token."""
-    print(f"{title}:")
-    if sys.stdout.isatty():
-        sys.stdout.flush()
-        getattr(sys.stdout, "output", sys.stdout).write(coloured(pieces, values) + "\n")  # around `PrintableOutput`
-    else:
-        largest = np.argsort(-np.nan_to_num(values[:-1], nan=-np.inf))[:5]
-        print("  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))
+def print_largest(title: str, pieces: list[str], values: np.ndarray) -> None:
+    """Print the five largest values before the last token."""
+    largest = np.argsort(-np.nan_to_num(values[:-1], nan=-np.inf))[:5]
+    print(f"{title}:\n  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))
 
 
 def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]) -> None:

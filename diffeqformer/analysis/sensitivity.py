@@ -5,8 +5,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps, lyapunov
-from diffeqformer.analysis.common import check_text, in_float32
-from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text
+from diffeqformer.analysis.common import in_float32
+from diffeqformer.analysis.report import Section, highlighted, paragraph, print_largest
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.console import figures
@@ -48,11 +48,8 @@ def picture(labels: list[str], measures: dict[str, np.ndarray]):
     every = -(-len(labels) // LABELS)
     axes[-1][0].set_xlabel("tokens before the last" + (f"; one in {every} is named" if every > 1 else ""))
     shown = range(0, len(labels), every)
-    longest = max(len(labels[i]) for i in shown)
     names = [labels[i].replace("$", r"\$") for i in shown]  # $ would start a formula
-    size = min(9, 800 / len(names))  # points, of the 900 or so below the panels
-    rotation = 0 if longest <= 2 else 90 if len(names) > 20 else 45  # characters and escapes such as \n lie flat
-    axes[-1][0].set_xticks(shown, names, rotation=rotation, fontsize=size)
+    axes[-1][0].set_xticks(shown, names, rotation=90, fontsize=min(9, 800 / len(names)))
     return figure
 
 
@@ -91,15 +88,9 @@ def section(
     """How a text's last token depends on each token, by four measures.
 
     Args:
-        ids: the ids of the text.
-        num_steps: of depth; by default as trained.
-        published_pairing: pair times and states of the exponents as the authors' code does.
-
-    Raises:
-        UserError: if the text is too short or too long, or the pairing can't be applied to the model.
+        published_pairing: pair times and states of the exponents as the authors' code does (`lyapunov.exponents`).
     """
     model = opened.model
-    check_text(model, ids)
     tokens, pieces = jnp.asarray(ids), text_pieces(opened.tokenizer, ids)
     logits = model(tokens[None], weights_at(model, num_steps))[0, -1]
     if not jnp.isfinite(logits[: opened.tokenizer.vocab_size]).all():
@@ -108,26 +99,24 @@ def section(
     measures, arrays = measure(model, tokens, target, num_steps, published_pairing)
     predicted = opened.tokenizer.decode([target])
     exception = "" if model.solver in lyapunov.OTHERS_WAIT else ", but within a step of this solver"
-    of_exponents = (
-        "Equation (7) treats each token and the last one as an isolated system. Its exponents are 0 for a token "
-        "without influence. They ignore paths through other tokens and changes of the token "
-        f"itself{exception}. Over few steps they also depend on the order of the coordinates. "
-    )
-    if model.solver.reversible:
-        of_exponents = "Exponents of equation (7) aren't shown, since this solver walks with two states of each token. "
     shown = [
         paragraph(
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is "
-            f"{predicted!r}. {of_exponents}The total derivative "
-            "of the last state with respect to the first includes all paths. Darker is larger. Each line has its own "
-            "scale, which excludes the last token (framed)."
-        )
+            f"{predicted!r}. Darker is larger. Each line has its own scale, which excludes the last token (framed)."
+        ),
+        paragraph(
+            "Exponents of equation (7) aren't shown, since this solver walks with two states of each token."
+            if model.solver.reversible
+            else "Equation (7) treats each token and the last one as an isolated system. Its exponents are 0 for a "
+            "token without influence. They ignore paths through other tokens and changes of the token "
+            f"itself{exception}. The total derivative of the last state with respect to the first has all paths."
+        ),
     ]
     if published_pairing:
         shown.append(paragraph("Times and states of the exponents are paired as in the authors' code."))
     for name, values in measures.items():
         shown += [paragraph(name), highlighted(pieces, values)]
-        show_text(name, pieces, values)
+        print_largest(name, pieces, values)
     shown.append(figures.as_html(picture([repr(piece)[1:-1] for piece in pieces], measures), "sensitivity"))
     numbers = {
         "tokens": ids,
@@ -136,10 +125,4 @@ def section(
         "published_pairing": published_pairing,
         "measures": {name: values.tolist() for name, values in measures.items()},
     }
-    return Section(
-        "sensitivity",
-        "Sensitivity of a token",
-        "".join(shown),
-        numbers,
-        arrays,
-    )
+    return Section("sensitivity", "Sensitivity of a token", "".join(shown), numbers, arrays)

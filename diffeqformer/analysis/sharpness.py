@@ -75,9 +75,8 @@ def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = N
     shown = [
         paragraph(
             "The entropy of a head's attention in the text, as a share of uniform attention's: 1 is uniform, 0 has one "
-            "token. The paper expects it to be low where the eigenvalues of QK are large, as they give scores a "
-            "large variance if states are random. Spearman's correlation of the two over all heads and steps is "
-            f"{correlations['eigenvalues']:.2f} (-1 if larger eigenvalues always mean sharper attention), and "
+            "token. Spearman's correlation over all heads and steps with the size of QK is "
+            f"{correlations['eigenvalues']:.2f} for eigenvalues (-1 if larger ones always mean sharper attention), and "
             f"{correlations['singular values']:.2f} for singular values."
         ),
         figures.as_html(picture(entropy, sizes, times, time_label(model)), "entropy of attention"),

@@ -82,14 +82,10 @@ def picture(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], tim
         path = path - path.mean(1, keepdims=True)
         path = path / np.sqrt((path**2).sum(-1).mean(-1))[:, None, None]
         for particle in range(path.shape[1]):
-            axis.plot(
-                *path[:, particle].T, color=figures.COLOURS[particle % len(figures.COLOURS)], linewidth=0.5, alpha=0.5
-            )
+            axis.plot(*path[:, particle].T, linewidth=0.5, alpha=0.5)
         axis.scatter(*path[-1].T, color="black", s=8, depthshade=False)
         axis.set_title(name, fontsize=10)
         axis.set(xticklabels=[], yticklabels=[], zticklabels=[])
-        for coordinate in "xyz":  # in no unit
-            getattr(axis, f"set_{coordinate}label")(coordinate, labelpad=-14)
         quantile_bands(axes[1, column], times, quantiles[name])
         axes[1, column].set(xlabel="simulated time")
     axes[1, 0].set_ylabel("pairwise distance / its rms")
@@ -102,10 +98,9 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     """Whether particles cluster in the paper's simulation, which is the same for every checkpoint."""
     shown = [
         paragraph(
-            "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 "
-            "steps, with weights that are constant or grow as a power of t. Coefficients, horizon and the range of the "
-            f"start are our choice. The upper row shows for each degree the draw of {DRAWS} that clusters most, "
-            "centred and divided by its spread at every time; the lower row shows the mean of all draws."
+            "The paper's simulation, which is the same for every checkpoint: particles under attention alone, with "
+            f"weights that are constant or grow as a power of t. The upper row shows the draw of {DRAWS} that clusters "
+            "most, centred and divided by its spread at every time; the lower row shows the mean of all draws."
         )
     ]
     numbers, arrays = {"quantiles": QUANTILES}, {}

@@ -10,7 +10,6 @@ eigenvalues are computed from K x K matrices. Eigenvalues are kept complex.
 """
 
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,6 @@ from diffeqformer.console import figures
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import in_type
-from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, split_model
 
 CHUNK = 12  # number of times whose weights exist at once
@@ -69,11 +67,6 @@ class Spectrum(NamedTuple):
 
 def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n D"]) -> Spectrum:
     """The spectrum of each product left @ right [D, D], from its smaller side."""
-    with threadpool_limits(1, "blas"):  # under load, its threads wait for one another
-        return _spectrum(left, right)
-
-
-def _spectrum(left, right):
     if left.shape[-1] < left.shape[-2]:
         left, right = left.astype(np.float64), right.astype(np.float64)
         small, singular = right @ left, _singular_values(left, right)
@@ -98,11 +91,7 @@ def _singular_values(left, right):
 
 
 def matrix_pairs(field, layers: dict, feed_forward: bool) -> dict[str, tuple[Array, Array]]:
-    """The two matrices [T, H, D, n] and [T, H, n, D] of every product of a block, by name.
-
-    Args:
-        feed_forward: whether to include the products of the feed-forward.
-    """
+    """The two matrices [T, H, D, n] and [T, H, n, D] of every product of a block, by name."""
     query, key, value, out = field.head_matrices(layers)
     pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
     if feed_forward:
@@ -117,10 +106,9 @@ def _generated_pairs(graph, params, features, feed_forward):
     return matrix_pairs(model.field, model.depth.from_features(features), feed_forward)
 
 
-@functools.partial(jax.jit, static_argnames=("field", "count", "feed_forward"))
-def _stored_pairs(field, layers, start, count, feed_forward):
-    part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), layers)
-    return matrix_pairs(field, in_type(merge(part), jnp.float32), feed_forward)
+@functools.partial(jax.jit, static_argnames=("field", "feed_forward"))
+def _stored_pairs(field, layers, feed_forward):
+    return matrix_pairs(field, in_type(merge(layers), jnp.float32), feed_forward)
 
 
 def pairs_over_time(
@@ -141,10 +129,9 @@ def pairs_over_time(
     layers = depth(Grid.of(times))
     if depth.constant:
         layers = jax.tree.map(lambda leaf: leaf[None], layers)
-    total = 1 if depth.constant else len(times)
-    for start in range(0, total, CHUNK):
-        count = min(CHUNK, total - start)
-        yield jax.tree.map(np.asarray, _stored_pairs(model.field, layers, start, count, feed_forward))
+    for start in range(0, 1 if depth.constant else len(times), CHUNK):
+        part = jax.tree.map(lambda leaf: leaf[start : start + CHUNK], layers)
+        yield jax.tree.map(np.asarray, _stored_pairs(model.field, part, feed_forward))
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
@@ -156,7 +143,8 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
     Raises:
         UserError: if the model has no weights at these times.
     """
-    with jax.default_matmul_precision("highest"):
+    # under load, threads of BLAS wait for one another
+    with jax.default_matmul_precision("highest"), threadpool_limits(1, "blas"):
         parts = [
             {name: spectrum(*pair) for name, pair in pairs.items()}
             for pairs in pairs_over_time(model, times, feed_forward)
@@ -210,22 +198,13 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str, head
     return figure
 
 
-def check_heads(model: Transformer, heads: Sequence[int], name: str = "heads") -> None:
-    """Raise a UserError if the model doesn't have one of these heads."""
-    for head in heads:
-        if not 0 <= head < model.field.heads:
-            raise UserError(
-                f"{name}: this model has the heads 0 to {model.field.heads - 1}, but one asked for is {head}"
-            )
-
-
 @in_float32
 def section(
     opened: Checkpoint,
     *,
     num_steps: int | None = None,
     times: int | None = None,
-    heads: Sequence[int] = (),
+    heads: Sequence[int | str] = (),
     feed_forward: bool = True,
 ) -> Section:
     """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
@@ -237,29 +216,24 @@ def section(
         feed_forward: whether to include its products, which take longest.
 
     Raises:
-        UserError: if there is no such head, or there are no weights at these times.
+        UserError: if there are no weights at these times.
     """
     model = opened.model
-    check_heads(model, heads)
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends
-    start = time.monotonic()
     found = spectra(model, at, feed_forward)
-    seconds = time.monotonic() - start
     at = at[-len(found["QK"].eigenvalues) :]  # shared weights have only the last time
     shown = [
         paragraph(
-            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens "
-            "attend to which: along the direction of an eigenvalue with a positive real part, tokens attend to similar "
-            "ones. OV is what they receive: positive real parts copy and attract along their direction, negative ones "
-            "repel. Biases, norms and the feed-forward's activation are ignored, and so are rotary positions. A "
-            "product of a D x n and an n x D matrix always has D - n eigenvalues of 0, which are omitted. Effective "
-            "rank: the exponential of the entropy of the singular values."
+            "Eigenvalues of QK (before 1 / sqrt(K)), OV and the feed-forward's products, without biases, norms, "
+            "activation and rotary positions. Along an eigenvalue with a positive real part, tokens attend to similar "
+            "ones (QK), or are copied and attract (OV); negative ones do the opposite. Eigenvalues that are 0 in any "
+            "such product are omitted. Effective rank: the exponential of the entropy of the singular values."
         )
     ]
-    numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []
+    numbers, arrays, rows = {"times": at.tolist()}, {"times": at}, []
     for name, one in found.items():
         largest = np.argsort(-one.radius().max(0))[:4].tolist()
-        chosen = [0] if one.eigenvalues.shape[1] == 1 else list(heads) or sorted(largest)
+        chosen = [0] if one.eigenvalues.shape[1] == 1 else [*map(int, heads)] or sorted(largest)
         shown.append(figures.as_html(picture(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
         of_heads = {name: getattr(one, name)() for name in ("radius", "positive_share", "effective_rank")}
         numbers[name] = {name: values.tolist() for name, values in of_heads.items()}
@@ -267,5 +241,4 @@ def section(
         means = [float(of_heads[name].mean()) for name in ("positive_share", "effective_rank")]
         rows.append([name, float(one.radius().max()), *means])
     shown.insert(1, table(["product", "largest radius", "mean positive share", "mean effective rank"], rows))
-    print(f"eigenvalues and singular values in {seconds:.1f} s, times: {len(at)}", flush=True)
     return Section("spectra", "Spectra over time", "".join(shown), numbers, arrays)

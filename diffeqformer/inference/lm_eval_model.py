@@ -74,7 +74,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         values = {name: value for name, value in given.items() if value is not None}
         if "workdir" not in values:
             raise UserError("workdir: the folder of a run is needed, for example --model_args workdir=runs/tiny")
-        workdir, step = at_home("workdir", str(values.pop("workdir"))), values.pop("step", None)
+        workdir, step = at_home(str(values.pop("workdir"))), values.pop("step", None)
         for name, value in values.items():
             if name not in ("num_steps", "window", "batch_size"):
                 raise UserError(
@@ -82,7 +82,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 )
             if not re.fullmatch(r"-?\d{1,18}", str(value)):  # lm-eval makes floats and booleans of some texts
                 raise UserError(f"{name}: must be a whole number, but it is {value!r}")
-        return cls(checkpoint.load(at_home(str(workdir)), make_mesh(), step), **{name: int(values[name]) for name in values})
+        opened = checkpoint.load(workdir, make_mesh(), step)
+        return cls(opened, **{name: int(value) for name, value in values.items()})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":

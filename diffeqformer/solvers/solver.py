@@ -62,11 +62,6 @@ def x_alone(x: Array, dt: Array) -> Array:
     return x
 
 
-def as_x(state: Array) -> Array:
-    """x of such a state."""
-    return state
-
-
 @dataclasses.dataclass(frozen=True)
 class Solver:
     """A method with fixed steps.
@@ -85,7 +80,7 @@ class Solver:
     nodes: tuple[float, ...]
     order: int
     begin: Callable[[Array, Array], PyTree] = x_alone
-    read: Callable[[PyTree], Array] = as_x
+    read: Callable[[PyTree], Array] = lambda state: state
     increments: tuple[Callable, Callable] | None = None
 
     @property

@@ -91,6 +91,15 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
     return ids
 
 
+def check_used(options: flags.FlagValues) -> None:
+    """Reject an option that was given, but that no part of the report reads."""
+    for name in sorted({"text", "text_file"}.union(*(each.options for each in ANALYSES.values()))):
+        of_text = name in ("text", "text_file")
+        parts = [part for part, each in ANALYSES.items() if name in each.options or (of_text and each.reads_text)]
+        if options[name].present and not {*parts} & {*options.parts}:
+            raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
+
+
 def check(options, opened: checkpoint.Checkpoint) -> None:
     """Reject invalid options before anything is computed.
 
@@ -140,4 +149,9 @@ def analyze(options) -> list[Section]:
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(lambda: analyze(flags.FLAGS))
+
+    def command() -> None:
+        check_used(flags.FLAGS)
+        analyze(flags.FLAGS)
+
+    command_line.run(command)

@@ -16,7 +16,7 @@ from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import new_model
 from helpers import ONE_DEVICE, build_model, first_state, lively_model, tokens_of, toy_config
-from runs import curves
+from runs import EventAccumulator, curves
 
 
 def test_shares_add_up_and_wrong_lists_are_refused():
@@ -108,6 +108,9 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     assert curves(tmp_path / "stopped")["train/loss"] == found["train/loss"]
     assert {name for name in found if "_at_" in name} == {f"validation/bits_per_byte_at_{depth}" for depth in (1, 2)}
     assert found["validation/bits_per_byte_at_1"] != found["validation/bits_per_byte"]
+    events = EventAccumulator(str(tmp_path / "whole" / "tensorboard")).Reload()
+    assert [image.step for image in events.Images("bits_per_byte_by_depth")] == [4, 8]
+    assert b"token_embedding" in events.Tensors("parameters/text_summary")[0].tensor_proto.string_val[0]
     assert " (at 1: " in capsys.readouterr().out
     assert "bits/byte    at 1    at 2\n  4 " in inspect.text(inspect.inspect_run(tmp_path / "whole"))
 

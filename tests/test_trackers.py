@@ -28,6 +28,7 @@ class Listed:
 
     def __init__(self, workdir, run_id):
         self.values, self.run = self.runs.setdefault(run_id, []), mock.Mock()
+        self.shown = {"text": str, "picture": np.shape}
 
     def config(self, fields):
         self.values.append(("config", fields))
@@ -70,10 +71,13 @@ def test_a_resumed_run_goes_on_and_repeats_nothing_and_another_start_is_another_
             tracker.scalars(first, "validation", {"loss": 0.5})  # left over
         for step in range(first + 1, last + 1):
             tracker.scalars(step, "train", {"loss": step + first / 10})
+        tracker.text(3, "words", "*some*")
+        tracker.picture(4, "pixels", np.zeros((4, 5, 3), np.uint8))
         tracker.finish()
     ours, other = Listed.runs.values()
     assert [value for value in ours if value[0] != "config"] == [
-        *((step, "train/loss", step) for step in (1, 2, 3)), (2, "validation/loss", 0.5), (4, "train/loss", 4.2)
+        *((step, "train/loss", step) for step in (1, 2, 3)), (3, "words", "*some*"), (4, "pixels", (4, 5, 3)),
+        (2, "validation/loss", 0.5), (4, "train/loss", 4.2),
     ]  # fmt: skip
     assert other[:2] == [("config", {"first": 0}), (1, "train/loss", 1)]
     assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["id"] == list(Listed.runs)[-1]
@@ -85,7 +89,7 @@ def test_a_service_that_fails_is_said_once_and_the_run_goes_on(
     service(Failing)
     monkeypatch.setattr(loop, "check_installed", lambda _: None)
     monkeypatch.setattr(loop, "sample", lambda *_: "")
-    monkeypatch.setattr(hooks, "validate", lambda *_: SCORES)
+    monkeypatch.setattr(hooks, "validate", lambda *_: dict(SCORES))
     loop.train(toy_config("gpt", steps=4, tracker="wandb,tensorboard", data__dir=str(short_stores)), tmp_path)
     printed = capsys.readouterr()
     assert printed.err == "wandb: no network; the run continues without it\n" and "step 4/4" in printed.out
@@ -158,15 +162,14 @@ def trackio_rows(_) -> list[dict]:
 def test_a_service_has_what_tensorboard_has(
     name, rows_of, short_stores, tmp_path, monkeypatch, one_device_loop, capsys
 ):
-    """After three steps, a start from the checkpoint before the last, and one more step."""
+    """After three steps, a start from the checkpoint before the last, and one more step; at two depths."""
     for variable, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", tmp_path), ("TRACKIO_DIR", tmp_path)):
         monkeypatch.setenv(variable, str(value))
     monkeypatch.setattr(loop, "sample", lambda *_: "")
-    monkeypatch.setattr(hooks, "validate", lambda *_: SCORES)
+    monkeypatch.setattr(hooks, "validate", lambda *_: dict(SCORES))
     folder, told = tmp_path / "run", iter([False, False, True])
-    config = toy_config(
-        "gpt", steps=4, eval_every=2, checkpoint_every=2, tracker=f"{name},tensorboard", data__dir=str(short_stores)
-    )
+    options = {"tracker": f"{name},tensorboard", "data__dir": str(short_stores), "model__training_depths": "1,6"}
+    config = toy_config(steps=4, eval_every=2, checkpoint_every=2, **options)
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
         patch.setattr(loop.hosts.Notice, "now", lambda *_: next(told))
         loop.train(config, folder)
@@ -176,8 +179,11 @@ def test_a_service_has_what_tensorboard_has(
 
     rows, run_id = rows_of(tmp_path), json.loads((folder / "trackers" / f"{name}.json").read_text())["id"]
     assert {row["run"].removeprefix("run-") for row in rows if "run" in row} == {run_id}
-    assert any(row.get("model.kind") == "gpt" for row in rows)
+    assert any(row.get("model.kind") == "diffeqformer" for row in rows)
     points = [(row["step"], tag, value) for row in rows if "step" in row for tag, value in row.items()]
     for tag, series in curves(folder).items():
         found = [(step, np.float32(value)) for step, other, value in points if other == tag]
         assert tag in OWN or found == [(step, np.float32(value)) for step, value in series.items()], tag
+    assert {step for step, tag, _ in points if tag == "parameters"} == {0, 2}
+    assert {step for step, tag, _ in points if tag.startswith("bits_per_byte_by_depth")} == {2, 4}
+    assert len(list(tmp_path.rglob("*.png"))) == 2

@@ -41,6 +41,15 @@ def as_html(figure, what: str) -> str:
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
+def as_pixels(figure) -> np.ndarray:
+    """The figure as an image, uint8 [height, width, 3]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+
+
 def log_if_wide(axis, name: str = "y") -> None:
     """Make an axis, x or y, logarithmic, with plain numbers, if the values span more than a factor of three."""
     from matplotlib import ticker

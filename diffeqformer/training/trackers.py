@@ -4,6 +4,8 @@ Every tracker has the same methods:
 
     config(fields)                  the config's fields, by name
     scalars(step, group, values)    a point of each curve `<group>/<name>`
+    text(step, name, text)          Markdown
+    picture(step, name, pixels)     uint8 [height, width, 3]
     flush()                         before a checkpoint, so that the run's own files don't lag behind it
     finish()
 """
@@ -19,6 +21,7 @@ import secrets
 import sys
 import threading
 
+import numpy as np
 from etils import epath
 
 from diffeqformer.console.results import write_whole
@@ -37,6 +40,7 @@ class Wandb:
     def __init__(self, workdir: epath.Path, run_id: str) -> None:
         import wandb
 
+        self.shown = {"text": str, "picture": wandb.Image}
         # Its console would wrap standard output, so that its errors would be those of `print`.
         settings = wandb.Settings(console="off", finish_timeout=FINISH_SECONDS - 10)
         same = {"id": run_id, "resume": "allow", "reinit": "create_new"}
@@ -56,6 +60,7 @@ class Trackio:
     def __init__(self, workdir: epath.Path, run_id: str) -> None:
         import trackio
 
+        self.shown = {"text": trackio.Markdown, "picture": trackio.Image}
         self.run = trackio.init(PROJECT, name=f"{workdir.name}-{run_id}", resume="allow", embed=False)
         self.config = self.run.config.update
 
@@ -69,8 +74,8 @@ SERVICES = {"wandb": Wandb, "trackio": Trackio}
 class InThread:
     """A service in a thread of its own, so that it can't delay training; its first error ends the tracker.
 
-    `<workdir>/trackers/<name>.json` has the id of its run and the last step of each group of curves. A resumed training
-    goes on with that run, and what it repeats is left out.
+    `<workdir>/trackers/<name>.json` has the id of its run and the last step of each group of curves, text or picture.
+    A resumed training goes on with that run, and what it repeats is left out.
 
     Args:
         resumes: whether there is a checkpoint; if not, the tracked run is a new one.
@@ -83,16 +88,22 @@ class InThread:
         self.thread.start()
 
     def config(self, fields: dict) -> None:
-        self._send(None, "config", fields)
+        self._send("config", None, "", fields)
 
     def scalars(self, step: int, group: str, values: dict[str, float]) -> None:
-        self._send(step, group, values)
+        self._send("scalars", step, group, values)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._send("text", step, name, text)
+
+    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
+        self._send("picture", step, name, pixels)
 
     def flush(self) -> None:
         """Do nothing: a checkpoint doesn't wait for a service."""
 
     def finish(self) -> None:
-        self._send(None, "finish", {})
+        self._send("finish", None, "", None)
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
             self._say(f"it didn't finish within {FINISH_SECONDS} s")
@@ -107,15 +118,17 @@ class InThread:
             if self.resumes and self.file.exists():
                 self.record = json.loads(self.file.read_text())
             self._save()
-            service, group = SERVICES[self.name](self.workdir, self.record["id"]), ""
-            while group != "finish":
-                step, group, values = self.calls.get()
-                if group == "config":
-                    service.config(values)
-                elif step is not None and step > self.record["last"].get(group, -1):
-                    self.record["last"][group] = step  # not sent again, even if this process is killed
+            service, what = SERVICES[self.name](self.workdir, self.record["id"]), ""
+            while what != "finish":
+                what, step, name, value = self.calls.get()
+                if what == "config":
+                    service.config(value)
+                elif what != "finish" and step > self.record["last"].get(name, -1):
+                    self.record["last"][name] = step  # not sent again, even if this process is killed
                     self._save()
-                    service.log(step, {f"{group}/{name}": value for name, value in values.items()})
+                    curves = what == "scalars"
+                    shown = {f"{name}/{key}": each for key, each in value.items()} if curves else None
+                    service.log(step, shown or {name: service.shown[what](value)})
             service.run.finish()
         except Exception as error:
             self._say(reason_of(error))

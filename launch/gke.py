@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     capacity.add_argument("--spot", action="store_true", help="on spot nodes, much cheaper but preemptible")
     capacity.add_argument("--flex_start", action="store_true", help="on flex-start nodes, for a week at most")
     parser.add_argument("--queue", help="Kueue's LocalQueue, in which the run waits for its capacity")
+    parser.add_argument("--no_doctor", action="store_true", help="train without examining devices and disks first")
     parser.add_argument("options", nargs="*", help="of diffeqformer.main, after --")
     given = parser.parse_args()
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", given.name):
@@ -89,7 +90,7 @@ def gpus_of(gpu: str) -> tuple[dict, dict]:
 
 
 def pod(given: argparse.Namespace, where: dict, takes: dict, options: list[str]) -> dict:
-    """The pod of one process, which has all chips of its node."""
+    """The pod of one process, which has all chips of its node. `diffeqformer doctor` runs in it first."""
     tolerated = [*takes]  # nodes that keep other pods away
     if given.spot:
         where = {**where, "cloud.google.com/gke-spot": "true"}
@@ -97,23 +98,23 @@ def pod(given: argparse.Namespace, where: dict, takes: dict, options: list[str])
     if given.flex_start:
         where = {**where, "cloud.google.com/gke-flex-start": "true"}
         tolerated.append("cloud.google.com/gke-queued")
+    options = [f"--join_timeout={TO_JOIN}", *options, *(option.replace("$", "$$") for option in given.options)]
+    container = {
+        "image": given.image,
+        # without its accelerator, a run fails, and doesn't go on for days on the host
+        "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu" if given.tpu else "cuda,cpu"}],
+        "resources": {"requests": takes, "limits": takes},
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    doctor = {"name": "doctor", "args": ["doctor", "--undefok=verify", *options], **container}
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": TO_SAVE,
         "shareProcessNamespace": True,  # the first process of a container ignores a SIGTERM that it has no handler for
         "nodeSelector": where,
         "tolerations": [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tolerated],
-        "containers": [
-            {
-                "name": "main",
-                "image": given.image,
-                "args": ["main", f"--join_timeout={TO_JOIN}", *options, *(o.replace("$", "$$") for o in given.options)],
-                # without its accelerator, a run fails, and doesn't go on for days on the host
-                "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu" if given.tpu else "cuda,cpu"}],
-                "resources": {"requests": takes, "limits": takes},
-                "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
-            }
-        ],
+        "initContainers": [] if given.no_doctor else [doctor],
+        "containers": [{"name": "main", "args": ["main", *options], **container}],
         "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],  # 64 MB are too little for NCCL
     }
 

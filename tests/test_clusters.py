@@ -31,7 +31,7 @@ def printed(*options, status=0):
 @pytest.mark.parametrize(
     "options, slices, pods, takes, where",
     [
-        ("--tpu=v5e:1x1", 1, 1, {"google.com/tpu": 1}, ["tpu-v5-lite-podslice", "1x1"]),
+        ("--tpu=v5e:1x1 --no_doctor", 1, 1, {"google.com/tpu": 1}, ["tpu-v5-lite-podslice", "1x1"]),
         ("--tpu=v5p:2x2x4 --spot", 1, 4, {"google.com/tpu": 4}, ["tpu-v5p-slice", "2x2x4"]),
         ("--tpu=v6e:4x4 --slices=2 --flex_start --queue=dws", 2, 4, {"google.com/tpu": 4}, ["tpu-v6e-slice", "4x4"]),
         ("--tpu=tpu7x:2x2x1", 1, 1, {"google.com/tpu": 4}, ["tpu7x", "2x2x1"]),
@@ -47,6 +47,7 @@ def test_jobs_fit_the_schemas_and_the_hosts(options, slices, pods, takes, where)
     pod = job["spec"]["template"]["spec"]
     assert replicated["replicas"] == slices and job["spec"]["completions"] == job["spec"]["parallelism"] == pods
     assert pod["containers"][0]["resources"]["limits"] == takes and pod["tolerations"][0]["key"] in takes
+    assert [each["args"][0] for each in pod.get("initContainers", ())] == ["doctor"] * ("doctor" not in options)
     assert list(pod["nodeSelector"].values())[: len(where)] == where
     for option, key in (("--spot", "gke-spot"), ("--flex_start", "gke-flex-start")):
         assert (option in options) == (f"cloud.google.com/{key}" in pod["nodeSelector"])
@@ -81,8 +82,8 @@ def test_what_can_not_run_is_one_sentence(options, sentence):
     assert said.startswith(f"launch/gke.py: {sentence}") and said.count("\n") == 1
 
 
-def start_pods(asked, workdir):
-    """The pods of GPU nodes, as processes of this machine. The names are those that JobSet gives."""
+def start_pods(asked, workdir, of="containers"):
+    """A container in all pods of GPU nodes, as processes of this machine. The names are those that JobSet gives."""
     name, [replicated] = asked["metadata"]["name"], asked["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     with socket.socket() as free:
@@ -91,16 +92,19 @@ def start_pods(asked, workdir):
     first = re.escape(f"{name}-{replicated['name']}-0-0.{name}") + r":\d+"
     pods = []
     for number in range(job["completions"]):
-        args = " ".join(job["template"]["spec"]["containers"][0]["args"])
+        module, *args = job["template"]["spec"][of][0]["args"]
+        args = " ".join(args)
         args = re.sub(first, address, args).replace("$(JOB_COMPLETION_INDEX)", str(number))
-        pods.append(args.replace("gs://bucket", str(workdir)).split()[1:])
-    return start_command("main", 1, 1, pods)
+        pods.append(args.replace("gs://bucket", str(workdir)).split())
+    return start_command(module, 1, 1, pods)
 
 
 @pytest.mark.slow
 def test_pods_go_on_together_after_a_preemption_and_after_a_lost_host(tmp_path, short_stores):
     options = [*TINY, "--config.steps=60", f"--config.data.dir={short_stores}", "--workdir=gs://bucket/run"]
     asked = printed("--gpu=h100:1", "--nodes=2", "--image=image", "--", *options)
+    [(output, _), _] = finish(start_pods(asked, tmp_path, "initContainers"))
+    assert "clocks of processes" in output and output.endswith("Nothing is wrong\n")
     for step, event, status in ((1, signal.SIGTERM, 143), (22, signal.SIGKILL, 1)):
         running = start_pods(asked, tmp_path)
         for line in running[0].stdout:

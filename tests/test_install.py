@@ -83,7 +83,10 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tmp_pat
     said = run(python, empty, "prepare", "--config=tiny", "--config.data.task=openwebtext", *small).stdout
     assert f"of {len(PAGES) - 2:,} documents" in said
     for arguments, sentence in [
-        (["prepare", "--config=tiny", "--config.data.module=mine"], "config.data.module: mine needs seqio, which"),
+        (
+            ["prepare", "--config=tiny", "--config.data.task=mine", "--config.data.module=mine"],
+            "config.data.module: mine needs seqio, which",
+        ),
         (["downstream", workdir], "lm_eval: lm-evaluation-harness isn't installed"),
         (["harness", "run"], "harness needs lm-evaluation-harness"),
         (["inspect", "--workdir=gs://bucket/run"], "--workdir: gs://bucket/run needs a package"),

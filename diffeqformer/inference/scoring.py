@@ -126,11 +126,8 @@ class Scorer:
 
         Sequences of similar length share a batch, after which `show` is called with the number of ids scored in it.
         """
+        self.check_room(sequences)
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
-        # of the states there are more arrays than one
-        shape = self.batch_size // self.mesh.size, max(lengths, default=0), self.width
-        states = jax.ShapeDtypeStruct(shape, jnp.float32)
-        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
         order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
         results, waiting = [None] * len(sequences), None
         while order or waiting:
@@ -155,6 +152,12 @@ class Scorer:
                 show(sum(len(results[i].log_probs) for i in indices))
             waiting = batch
         return results
+
+    def check_room(self, sequences: Sequence[Stretch]) -> None:
+        """Check that the states of a batch of the longest of some sequences fit into the memory of a device."""
+        longest = max((self._positions(len(sequence.ids) - 1) for sequence in sequences), default=0)
+        states = jax.ShapeDtypeStruct((self.batch_size // self.mesh.size, longest, self.width), jnp.float32)
+        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)  # there are more arrays
 
     def _positions(self, inputs: int) -> int:
         """How many positions some inputs are padded to."""

@@ -4,8 +4,8 @@
 
 The shape is that of configs/tiny.py, and decay and adapters are as published. Depths are a third of the paper's: a
 DiffEqFormer is pretrained in 6 steps, and a GPT in 8 layers. --base=recipe and --base=llama are the same for the recipe
-of docs/recipe.md, with Muon for all but adapters, and --base=elastic is the recipe at many depths (docs/elastic.md).
-The texts are Python's standard library and the validation split of WikiText-103.
+of docs/recipe.md, with Muon for all but adapters. The texts are Python's standard library and the validation split of
+WikiText-103.
 
 Every base has the same budget: each of the rates with the seed 0, for fine-tuning at one depth, then the best of them
 with --seeds others, which are those shown. Each pretraining and each fine-tuning is a run of diffeqformer.main in its
@@ -36,7 +36,7 @@ DIRECTIONS = flags.DEFINE_multi_enum(
 BASES = flags.DEFINE_multi_enum(
     "base",
     ["diffeqformer", "gpt"],
-    ["diffeqformer", "gpt", "recipe", "llama", "elastic"],
+    ["diffeqformer", "gpt", "recipe", "llama"],
     "What is pretrained; can be repeated.",
 )
 define_flags("finetune_depths", at_once=2)
@@ -47,7 +47,6 @@ MODELS = {
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
     "recipe": ["--config=configs/tiny.py", *(f"--config.model.{n}=6" for n in ("num_steps", "time_embed_dim", "span"))],
     "llama": ["--config=configs/tiny.py:llama", "--config.model.num_steps=8", MUON],
-    "elastic": ["--config=configs/tiny.py:elastic"],
 }
 BASELINES = ("gpt", "llama")
 DEPTHS = (6, 3, 4, 8)
@@ -112,7 +111,7 @@ def run(
     if stage != "pretraining":
         depth = depth or base.depths()[0]
         options = [f"--config.base={workdir}", f"--config.model.num_steps={depth}", *MODES[stage], *FINETUNING]
-        options += [MUON] * (stage == "full" and base.model in ("recipe", "llama", "elastic"))
+        options += [MUON] * (stage == "full" and base.model in ("recipe", "llama"))
         workdir = workdir.with_name(f"{workdir.name}-{stage}-{depth}-rate-{rates[stage]:g}")
         kind = base.model if base.model in BASELINES else "discretized"
         options = [f"--config=configs/tiny.py:{kind}", *options]
@@ -195,7 +194,7 @@ def plot(groups: dict[tuple, list[dict[int, float]]], path: pathlib.Path) -> Non
         panel = panels[directions.index(direction)][list(MODES).index(mode)]
         steps = sorted(curves[0])[1:]  # the initial perplexity is in the table: it would flatten all curves
         mean = [statistics.mean(curve[step] for curve in curves) for step in steps]
-        style = "--" if base in BASELINES else ":" if base == "elastic" else "-"
+        style = "--" if base in BASELINES else "-"
         colour = "black" if base in BASELINES else colours[depth]
         panel.plot(steps, mean, style, color=colour, label=f"{base}, {depth} steps")
         ends = ([end(curve[step] for curve in curves) for step in steps] for end in (min, max))

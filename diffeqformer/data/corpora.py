@@ -14,7 +14,6 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import texts
-from diffeqformer.data.quiet import quiet
 from diffeqformer.data.texts import FileTexts, LocalTexts, StandardLibrary
 from diffeqformer.errors import UserError, reason_of
 
@@ -133,9 +132,8 @@ class SourceTexts:
         part = seqio.ShardInfo(index, count) if count > 1 else None
         examples = rekey(self.source.get_dataset(split, shuffle=False, shard_info=part))
         try:
-            with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
-                for example in examples.as_numpy_iterator():
-                    yield example["targets"].decode("utf-8")
+            for example in examples.as_numpy_iterator():
+                yield example["targets"].decode("utf-8")
         except tf.errors.OpError as error:  # which wraps a UserError of ours
             wrapped = re.search(r"UserError: (.*)", str(error))
             raise UserError(wrapped.group(1).strip() if wrapped else reason_of(error)) from None

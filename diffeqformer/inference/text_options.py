@@ -9,6 +9,7 @@ from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.data.files import OPENERS, layout_of, matching_files
 from diffeqformer.data.preparation import store_folder
+from diffeqformer.data.quiet import quiet
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verify
 from diffeqformer.data.texts import CORPORA, open_corpus, stored_documents
@@ -82,7 +83,8 @@ def open_text(
     texts.fetch()
     if options.split not in texts.splits:
         raise UserError(f"--split: {task} has {', '.join(texts.splits)}, but it is '{options.split}'")
-    every = [text for text in texts.documents(options.split) if text.strip()]
+    with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
+        every = [text for text in texts.documents(options.split) if text.strip()]
     documents = ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
     return Evaluation(documents, name, window, stride)
 

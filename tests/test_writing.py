@@ -100,7 +100,7 @@ def test_a_text_is_the_same_as_when_it_is_written_alone(choice):
 def test_what_has_no_room_is_named_at_once():
     model = small_model()
     for prompts, options, sentence in (
-        (["a", "bc"], {"tokens": 23}, "prompt 2: tokens: after a prompt of 2 there is room for 22 of 24, but it is 23"),
+        (["a", "bc"], {"tokens": 23}, "prompt 2: tokens: after a prompt of 2 there is room for 22, but it is 23"),
         (["a\udcff"], {}, "prompt: it must be valid text"),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):

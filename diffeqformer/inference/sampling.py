@@ -35,13 +35,18 @@ CONTEXT = 8  # ids before those that are decoded, as some tokenizers decode the 
 def tokens_after(prompt: list[int], count: int | None, max_length: int, sliding_window: bool) -> int:
     """How many tokens are written after a prompt: `count`, or by default as many as fit, up to `MOST`."""
     room = MOST if sliding_window else max_length - len(prompt)
-    count = max(1, min(MOST, room)) if count is None else count
+    if not prompt or room < 1:
+        raise UserError(
+            f"prompt: must have at least 1 token and fewer than the model's {max_length} positions, but it has "
+            f"{len(prompt)}" + "; with sliding_window it can have more" * bool(prompt)
+        )
+    count = min(MOST, room) if count is None else count
     if count < 1:
         raise UserError(f"tokens: must be at least 1, but it is {count}")
     if count > room and not sliding_window:
         raise UserError(
-            f"tokens: after a prompt of {len(prompt)} there is room for {max(0, room)} of {max_length}, but it is "
-            f"{count}; with sliding_window there can be more"
+            f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}; with sliding_window "
+            "there can be more"
         )
     return count
 

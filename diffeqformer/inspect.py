@@ -22,6 +22,7 @@ from diffeqformer.console.results import title
 from diffeqformer.errors import counted
 from diffeqformer.training import goodput
 
+BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
 COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
 
@@ -32,18 +33,27 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
 
     The first three are computed in float64. They are None if no element is finite.
     """
-    size, count, total, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
-    for block in blocks:
-        finite = block[np.isfinite(block)].astype(np.float64)
-        size, count = size + block.size, count + finite.size
-        total, squares = total + float(finite.sum()), squares + float(finite @ finite)
-        largest = max(largest, float(np.abs(finite).max(initial=0)))
-        zeros += finite.size - int(np.count_nonzero(finite))
-    found = {"mean": None, "deviation": None, "largest": None}
-    if count:
-        variance = squares / count - (total / count) ** 2
-        found = {"mean": total / count, "deviation": math.sqrt(max(variance, 0)), "largest": largest}
-    return found | {"zeros": zeros / size, "not_finite": size - count}
+    size, count, mean, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
+    flat_blocks = (block.reshape(-1) for block in blocks)
+    for part in (flat[start : start + BLOCK] for flat in flat_blocks for start in range(0, flat.size, BLOCK)):
+        block = part.astype(np.float64)
+        size += block.size
+        finite = np.isfinite(block)
+        block = block if finite.all() else block[finite]
+        if block.size:
+            here = float(block.mean())
+            delta, count = here - mean, count + block.size
+            squares += float(np.square(block - here).sum()) + delta**2 * block.size * (count - block.size) / count
+            mean += delta * block.size / count
+            largest = max(largest, float(np.abs(block).max()))
+            zeros += block.size - int(np.count_nonzero(block))
+    return {
+        "mean": mean if count else None,
+        "deviation": math.sqrt(squares / count) if count else None,
+        "largest": largest if count else None,
+        "zeros": zeros / size,
+        "not_finite": size - count,
+    }
 
 
 def parameters(

@@ -89,6 +89,12 @@ class ShardedLoss:
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
+        With `kernels`, it has `Factors` in the place of each P.
+
+        The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
+        other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that
+        hold copies of the same part. Finally they are pulled back through the generator, once.
+
         Args:
             keys: one dropout key for each example, or None.
             microbatches: number of parts of each device's examples, processed one after the other.

@@ -119,6 +119,12 @@ def test_transformers_opens_what_is_exported(name, depth, made, tmp_path):
         ids = ids[: ids.index(256)] if 256 in ids else ids
         text = prompt + opened.checkpoint.tokenizer.decode(ids)
         assert text == ours.generate(prompt, tokens=32, temperature=0.0)
+    batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        padded = model(**batch).logits.numpy()
+    for prompt, row in zip(PROMPTS, padded):
+        ids = np.array([tokenizer(prompt).input_ids])
+        assert difference(row[: ids.size], our_logits(made(name), ids, depth)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name, depth", [("gpt", 3), ("llama", 3)])

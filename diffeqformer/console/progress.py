@@ -11,7 +11,6 @@ from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from diffeqformer.console.figures import as_pixels
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import reachable
 
@@ -151,16 +150,6 @@ class Progress:
         """Hand over the config's fields, by name."""
         for tracker in self.trackers:
             tracker.config(fields)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Hand over a text in Markdown."""
-        for tracker in self.trackers:
-            tracker.text(step, name, text)
-
-    def picture(self, step: int, name: str, figure) -> None:
-        """Hand over a figure of Matplotlib."""
-        for tracker in self.trackers:
-            tracker.picture(step, name, as_pixels(figure))
 
     def first(self, step: int, loss: float, seconds: float) -> None:
         """Report the first step of this process, `seconds` after its start; most of that time is compilation.

@@ -6,12 +6,13 @@ import math
 import time
 
 import jax
+import numpy as np
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import newest
 from diffeqformer.config import fields_of
 from diffeqformer.config_fields import traced_steps
-from diffeqformer.console.figures import new_figure
+from diffeqformer.console.figures import as_pixels, new_figure
 from diffeqformer.console.progress import BITS_AT, Progress, TensorBoard
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
@@ -23,15 +24,15 @@ from diffeqformer.training.utilisation import utilisation
 from diffeqformer.training.validation import validate
 
 
-def by_depth(results: dict[str, float], num_steps: int):
-    """A figure of the bits per byte of a validation over the steps of depth."""
+def by_depth(results: dict[str, float], num_steps: int) -> np.ndarray:
+    """The bits per byte of a validation over the steps of depth as an image, uint8 [height, width, 3]."""
     bits = {num_steps: results["bits_per_byte"]}
     bits |= {int(name.removeprefix(BITS_AT)): each for name, each in results.items() if name.startswith(BITS_AT)}
     figure, [[axis]] = new_figure(1, 1, (5, 3.5))
     axis.plot(*zip(*sorted(bits.items())), "o-")
     axis.set(title="validation", xlabel="steps of depth", ylabel="bits per byte", xticks=list(bits))
     axis.grid(alpha=0.3)
-    return figure
+    return as_pixels(figure)
 
 
 class Hooks:
@@ -49,8 +50,8 @@ class Hooks:
         ]
         self.progress = Progress(first, config.steps, tokens, trackers)
         self.progress.config(fields_of(config))
-        if trackers:
-            self.progress.text(first, "parameters", f"```\n{(run.folder / 'parameters.txt').read_text()}\n```")
+        for tracker in trackers:
+            tracker.text(first, "parameters", f"```\n{(run.folder / 'parameters.txt').read_text()}\n```")
         self.tracer = Trace(traced_steps(config.profile_steps) if hosts.is_first() else range(0), run.folder, run.clock)
         devices = list(run.program.mesh.devices.flat)
         self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
@@ -147,8 +148,8 @@ class Hooks:
         for depth in run.other_depths():
             results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, config, depth)["bits_per_byte"]
         self.progress.validation(number, results)
-        if run.other_depths() and self.progress.trackers:
-            self.progress.picture(number, "bits_per_byte_by_depth", by_depth(results, config.model.num_steps))
+        for tracker in self.progress.trackers if run.other_depths() else ():
+            tracker.picture(number, "bits_per_byte_by_depth", by_depth(results, config.model.num_steps))
         self.progress.pause(self.clock.lap("evaluation"))
         return results
 

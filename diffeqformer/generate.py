@@ -42,7 +42,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     flags.DEFINE_string("solver", None, "The solver of depth; by default as in training.")
-    flags.DEFINE_integer("draft_steps", None, "Fewer steps of depth, which draft tokens for all steps to verify.")
 
 
 def prompt_text(options) -> str:
@@ -68,8 +67,6 @@ def prompts_of(options) -> list[str]:
             if getattr(options, name) is not None:
                 raise UserError(f"--{name}: goes with --prompts_file; leave it out")
         return [prompt_text(options)]
-    if options.draft_steps is not None:
-        raise UserError("--draft_steps: can't be combined with --prompts_file; leave one of them out")
     folder = os.path.dirname(options.output or "") or "."
     if options.output is not None and (os.path.lexists(options.output) or not os.access(folder, os.W_OK)):
         raise UserError(f"--output: must be a new file in a folder that can be written, but it is {options.output}")
@@ -107,8 +104,7 @@ def write(options) -> None:
         else:
             said = write_lines(model, opened.tokenizer, prompts, options, started, how)
     solver = f" of {options.solver}" if options.solver is not None else ""
-    drafts = f", drafts in {options.draft_steps}" if options.draft_steps is not None else ""
-    steps = f"{counted(options.num_steps or trained.num_steps, 'step')}{solver}{drafts}"
+    steps = f"{counted(options.num_steps or trained.num_steps, 'step')}{solver}"
     if hosts.is_first():
         what = f"{title(opened.config)} ({trained.kind}, {steps}, {trained.dtype}) at step {opened.step:,}"
         print(f"\n{printable(what)}: {said}", file=sys.stderr)
@@ -117,10 +113,8 @@ def write(options) -> None:
 def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options, started: float, how: dict) -> str:
     """Print the samples of one prompt, the first as it comes, the others after it; returns how fast that was."""
     ids, count, first = encode_prompt(tokenizer, prompt), options.samples, 0.0
-    steps = write_tokens(
-        model, ids, count=options.tokens, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown,
-        draft_steps=options.draft_steps, **how,
-    )  # fmt: skip
+    how |= dict(count=options.tokens, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown)
+    steps = write_tokens(model, ids, **how)
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
     texts, shown = [Text(tokenizer, ids, until=options.stop) for _ in range(count)], prompt
     print(headings[0] + prompt, end="", flush=True)

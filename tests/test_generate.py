@@ -39,9 +39,9 @@ def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path,
     generate_command.write(options_of(run, prompt=None, prompt_file=str(tmp_path / "prompt"), **same))
     assert capsys.readouterr().out == f"def é{texts[0]}\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("def é".encode())))
-    generate_command.write(options_of(run, prompt=None, **same, draft_steps=1))
+    generate_command.write(options_of(run, prompt=None, **same))
     said = capsys.readouterr()
-    assert said.out.startswith("def é") and " 3 steps, drafts in 1, float32" in said.err
+    assert said.out.startswith("def é") and " 3 steps, float32" in said.err
     assert both.stderr.startswith("\ntoy (diffeqformer, 3 steps, float32) at step 12: 40 tokens, the first after ")
 
 
@@ -57,7 +57,7 @@ def test_reading_stops_without_a_word(run):
 
 def options_of(run, **changes) -> types.SimpleNamespace:
     """The command's options for one prompt."""
-    names = "step prompt_file prompts_file output batch_size tokens solver num_steps draft_steps"
+    names = "step prompt_file prompts_file output batch_size tokens solver num_steps"
     options = dict.fromkeys(names.split(), None) | dict(prompt="a", stop=[], seed=0, sliding_window=False)
     options |= dict(workdir=run, samples=1, temperature=0.8, top_k=0, top_p=1.0)
     return types.SimpleNamespace(**options | changes)
@@ -95,7 +95,7 @@ def test_unknown_ids_of_a_prompt_are_said(run, lossy_file, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_texts_end_at_stops_whatever_writes_them(run, tmp_path, capsys):
-    """One prompt or many, with drafts, and in Python."""
+    """One prompt or many, and in Python."""
     opened = checkpoint.load(run)
     options = dict(key=random_key(0, "sample"), choice=Choice(0.0), samples=2)
     [whole, _] = generate(opened.model, opened.tokenizer, "def ", tokens=30, **options)
@@ -104,9 +104,8 @@ def test_texts_end_at_stops_whatever_writes_them(run, tmp_path, capsys):
     assert generate(opened.model, opened.tokenizer, "def ", tokens=30, until=[stop], **options) == [expected] * 2
     (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfdef \r\n")
     common = dict(tokens=30, temperature=0.0, stop=["never", stop])
-    for draft_steps in (None, 1):
-        generate_command.write(options_of(run, prompt="def ", draft_steps=draft_steps, **common))
-        assert capsys.readouterr().out == f"def {expected}\n"
+    generate_command.write(options_of(run, prompt="def ", **common))
+    assert capsys.readouterr().out == f"def {expected}\n"
     generate_command.write(options_of(run, prompt=None, prompts_file=str(tmp_path / "prompts"), **common))
     assert json.loads(capsys.readouterr().out) == {"prompt": "def ", "text": expected}
 

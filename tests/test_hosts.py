@@ -101,7 +101,6 @@ def trained(tmp_path_factory, short_stores):
     [
         ("evaluate", ["--num_steps=2,3", "--solver=euler,heun", "--batch_size=8"]),
         ("generate", ["--prompt=def f", "--tokens=12", "--samples=3"]),
-        ("generate", ["--prompt=def f", "--tokens=12", "--draft_steps=1", "--temperature=0"]),
         ("ode", ["--windows=4", "--refinements=2"]),
         ("downstream", ["--include=tests/data/tasks", "--tasks=piqa,last_word,pages", "--shots=0,1"]),
     ],

@@ -12,11 +12,9 @@ import pytest
 from diffeqformer.fields import attention
 from diffeqformer.fields.attention import plain
 from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
-from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import Reader
 from diffeqformer.inference.scoring import target_scores
-from diffeqformer.inference.speculation import Depths, Writing, write_round
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.parallel.sharding import on_each_device
 from diffeqformer.training.chunks import ChunkedLoss, Chunks
@@ -78,7 +76,7 @@ def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
 
 
 def of_inference(config) -> list[Product]:
-    """Those of scoring, writing with and without drafts, and of conversion."""
+    """Those of scoring, writing and conversion."""
     model, tokens, prompt = abstract_model(config), np.zeros((2, 32), np.int32), padded_prompt([1], 64)
     graph, params = split_model(model)
 
@@ -87,11 +85,6 @@ def of_inference(config) -> list[Product]:
         _, cache = read_prompt(reader, prompt, 1)
         made = [target_scores(reader, tokens, tokens, ONE_DEVICE)]
         made += [discretized_params(graph, params, config.model.num_steps, np.dtype("float32"), "euler")]
-        if model.depth.generated:
-            caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)
-            text, keys = Writing(one, one, caches), jax.random.split(jax.random.key(0), 1)
-            choice = Choice(vocab_size=config.model.vocab_size)
-            made += [write_round(Depths(reader, reader), text, keys, np.ones(1, bool), choice)]
         return made, read_token(reader, cache, tokens[:1, 0], 1)
 
     return products(score_and_write, params)

@@ -127,21 +127,19 @@ def most_likely(model, token: int, scale: float = 1e4):
     return model
 
 
-@pytest.mark.parametrize("draft_steps", [None, 1])
-def test_an_unknown_id_is_never_written(draft_steps):
-    """However likely it is: greedily, at random, and with drafts."""
+def test_an_unknown_id_is_never_written():
+    """However likely it is: greedily, and at random."""
     model = most_likely(lively_model("diffeqformer", vocab_size=64, num_steps=2), 7, 9.0)
     options = dict(count=12, key=jax.random.key(0), vocab_size=64)
     assert 7 in list(write_tokens(model, [1], choice=Choice(0.0), **options))
     for choice in (Choice(0.0), Choice(1.0, top_p=0.1)):
-        assert 7 not in list(write_tokens(model, [1], unknown=7, choice=choice, draft_steps=draft_steps, **options))
+        assert 7 not in list(write_tokens(model, [1], unknown=7, choice=choice, **options))
 
 
-@pytest.mark.parametrize("draft_steps", [None, 1])
-def test_logits_that_are_not_finite_are_refused(draft_steps):
+def test_logits_that_are_not_finite_are_refused():
     model = most_likely(lively_model("diffeqformer", vocab_size=64, num_steps=2), 7, 1e25)
     model.token_embedding[...] *= 1e15  # the product of both is more than fp32 holds
-    options = dict(count=3, key=jax.random.key(0), vocab_size=64, draft_steps=draft_steps)
+    options = dict(count=3, key=jax.random.key(0), vocab_size=64)
     for choice in (Choice(0.0), Choice(1.0)):
         with pytest.raises(NotFinite, match="^the logits aren't finite numbers here; choose another checkpoint, "):
             list(write_tokens(model, [1], choice=choice, **options))
@@ -170,7 +168,6 @@ def test_a_text_is_decoded_token_by_token_as_at_once(sentencepiece_file):
         ([1], {"count": 0}, "tokens: must be at least 1, but it is 0"),
         ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
         ([1], {"num_steps": 7}, "num_steps: this model has weights for 6 steps"),
-        ([1], {"draft_steps": 2}, "draft_steps: this model has weights for 6 steps and for no other number"),
     ],
 )
 def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):

@@ -13,7 +13,7 @@ from diffeqformer import generate as generate_command
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import cached, sampling, speculation
+from diffeqformer.inference import cached, sampling
 from diffeqformer.inference.cached import check_room
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader, with_solver
@@ -105,8 +105,6 @@ def test_what_has_no_room_is_named_at_once():
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             write_texts(model, BYTES, prompts, **{"tokens": None, "key": jax.random.key(0), **options})
-    with pytest.raises(UserError, match="^sliding_window: can't be combined with draft_steps"):
-        write_tokens(model, [1], count=5, vocab_size=257, key=jax.random.key(0), draft_steps=1, sliding_window=True)
 
 
 @pytest.mark.long
@@ -134,7 +132,7 @@ def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path,
 
 def test_options_of_prompts_must_agree(tmp_path):
     def prompts(**options):
-        options = dict.fromkeys("prompt prompt_file prompts_file output batch_size draft_steps".split()) | options
+        options = dict.fromkeys("prompt prompt_file prompts_file output batch_size".split()) | options
         return generate_command.prompts_of(types.SimpleNamespace(**options))
 
     (tmp_path / "lines").write_bytes(b"a \r\n\nb\x0bc")
@@ -143,7 +141,6 @@ def test_options_of_prompts_must_agree(tmp_path):
     for options, sentence in (
         ({"prompt": "a", "prompts_file": "b"}, "--prompts_file: a prompt was given as well; leave one of them out"),
         ({"prompt": "a", "batch_size": 2}, "--batch_size: goes with --prompts_file"),
-        ({"prompts_file": "b", "draft_steps": 2}, "--draft_steps: can't be combined with --prompts_file"),
         ({"prompts_file": "b", "output": f"{tmp_path}/no/b"}, "--output: must be a new file in a folder that can be"),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
@@ -160,10 +157,6 @@ def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
     of_step = 2 * LENGTH * gpt.field.width  # keys and values
     whole = [4 * 2 * of_step, 4 * 2 * of_step, 8 * 4 * of_step]
     assert counted == [whole[0], whole[1] / jax.device_count(), whole[2] / jax.device_count()]
-    asked = []  # drafts need room of their own
-    monkeypatch.setattr(speculation, "check_room", lambda model, steps, *_: asked.append(steps))
-    write_tokens(small_model(), [1], count=2, key=jax.random.key(0), vocab_size=257, draft_steps=1)
-    assert asked == [3]
 
 
 def test_texts_that_do_not_fit_into_memory_are_said_before_they_are_made(monkeypatch):

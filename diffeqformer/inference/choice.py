@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
-    """The logits of the tokens as `choice` draws them: -inf for those that it excludes.
+    """The logits of the tokens as `choice` draws them at a temperature above 0: -inf for those that it excludes.
 
     top_p is nucleus sampling.
 
@@ -49,9 +49,6 @@ def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
       booktitle={International Conference on Learning Representations},
       year={2020}}
     """
-    if choice.temperature < 1e-6:
-        likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
-        return jnp.where(jnp.arange(logits.shape[-1]) == likeliest, 0.0, -jnp.inf)
     logits = logits / choice.temperature
     if 0 < choice.top_k < logits.shape[-1]:
         logits = jnp.where(logits < jax.lax.top_k(logits, choice.top_k)[0][:, -1:], -jnp.inf, logits)

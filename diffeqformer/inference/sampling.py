@@ -24,7 +24,6 @@ from diffeqformer.inference.cached import (
 )
 from diffeqformer.inference.choice import Choice, checked, choose_next
 from diffeqformer.inference.reader import Reader, split_reader
-from diffeqformer.inference.speculation import continue_by_drafts
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
@@ -62,7 +61,6 @@ def write_tokens(
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
-    draft_steps: int | None = None,
     sliding_window: bool = False,
 ) -> Iterator[np.ndarray]:
     """Generate text after a prompt: yields `count` times the next token of every sample, [samples] int32.
@@ -75,7 +73,6 @@ def write_tokens(
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
         vocab_size, unknown: ids from the first one on, which pad the vocabulary, and the second are never written.
         num_steps: steps of depth; None: as trained.
-        draft_steps: fewer steps, in which tokens are drafted (`diffeqformer.inference.speculation`); None: no drafts.
         sliding_window: when a text fills all positions, go on from its last half (`continue_prompts`).
 
     Raises:
@@ -86,10 +83,6 @@ def write_tokens(
     choice = choice._replace(vocab_size=vocab_size, unknown=unknown)
     count = tokens_after(prompt, count, model.max_length, sliding_window)
     keys = sample_keys(key, samples)
-    if draft_steps is not None:
-        if sliding_window:
-            raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
-        return continue_by_drafts(model, num_steps, draft_steps, prompt, count=count, keys=keys, choice=choice)
     reader = _reader(model, num_steps, len(prompt) + count, samples, "samples")
     return continue_prompts(reader, model.max_length, [prompt] * samples, count=count, keys=keys, choice=choice)
 

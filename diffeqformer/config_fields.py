@@ -65,11 +65,15 @@ def readable(read: Callable[[str], Any], says: str) -> Values:
 
 SCHEDULES = ("cosine", "wsd")
 TRACKERS = ("tensorboard", "wandb", "trackio")
+KIND = Values(
+    lambda v: v in MODELS, f"must be one of {', '.join(MODELS)}, or recipe after a config's name", (*MODELS, "recipe")
+)
 NOT_NEGATIVE = Values(lambda v: 0 <= v < math.inf, "must not be negative")
 POSITIVE = Values(lambda v: 0 < v < math.inf, "must be a positive number")
 BELOW_ONE = Values(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
 FRACTION = Values(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 PRINTABLE = Values(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
+NUM_STEPS = Values(lambda v: 0 < v <= MOST_STEPS, f"must be at least 1 and at most {MOST_STEPS:,}")
 DEPTHS = Values(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
 TRACE = readable(traced_steps, "must be the first and the last step to trace, such as 100-102, or empty")
 SCALING = readable(
@@ -128,7 +132,7 @@ CONFIG_FIELDS = [
     ConfigField("sequence_length", 1024, at_least(2), "tokens in one sequence"),
 
     # The model
-    ConfigField("model.kind", "diffeqformer", one_of(MODELS),
+    ConfigField("model.kind", "diffeqformer", KIND,
         "diffeqformer, alternative, looped, interpolated, discretized, shared, gpt, llama or neox"),
     ConfigField("model.field", "gpt", one_of(FIELDS), "the type of block: gpt, llama or neox"),
     ConfigField("model.norm_of_norm", True, None,
@@ -153,7 +157,7 @@ CONFIG_FIELDS = [
         "original_max_position_embeddings, such as 8,1,4,8192; empty: none."),
     ConfigField("model.rotary_fraction", 0.25, Values(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
         "part of a head that positions rotate in a neox field; a llama's is 1"),
-    ConfigField("model.num_steps", 12, at_least(1),
+    ConfigField("model.num_steps", 12, NUM_STEPS,
         "solver steps, or layers; the parameters of a diffeqformer don't grow with it"),
     ConfigField("model.solver", "euler", one_of(SOLVERS),
         "The solver through depth: euler, midpoint, heun, rk4, lie_trotter, strang, adams_bashforth, or one that can "

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
 from diffeqformer.data.texts import CORPORA
-from diffeqformer.depth.depths import MOST_STEPS, chunk_length, longest_grid, trained_depths
+from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
 from diffeqformer.depth.weights import DepthWeights
 from diffeqformer.fields import FIELDS
 from diffeqformer.solvers import SOLVERS
@@ -75,7 +75,6 @@ RULES = [
         for name, _, values, *_ in CONFIG_FIELDS
         if values
     ),
-    Rule("model.num_steps", lambda v, c: v <= MOST_STEPS, f"must be at most {MOST_STEPS:,}", alone=True),
     Rule("optimizer.warmup_steps", lambda v, c: c.optimizer.schedule != "wsd" or v <= decay_start(c),
         "must not be above the steps before the decay, of which config.steps ({c.steps}) and optimizer.decay_fraction "
         "({c.optimizer.decay_fraction}) leave fewer"),

@@ -70,7 +70,7 @@ def test_a_config_file(what, tmp_path, config_option):
             FILES | {"data__train_files": "here,gs://a/b"},
             "data.train_files: must be on this machine's disk, and not a URL",
         ),
-        ({"model__num_steps": 10**8}, "model.num_steps: must be at most 65,536"),
+        ({"model__num_steps": 10**8}, "model.num_steps: must be at least 1 and at most 65,536"),
         ({"steps": 10**23}, r"steps: must be between -2\*\*31 and"),
     ],
 )

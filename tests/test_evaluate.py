@@ -151,6 +151,7 @@ def test_what_is_wrong_is_said_before_any_text_is_read(workdir, monkeypatch):
         ({"window": 0}, "--window: must be from 2 to the 16 positions of the model, but it is 0"),
         ({"solver": ["rk3"]}, "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
+        ({"files": "a", "module": "b"}, "--module: must be left out with --files"),
         ({"perplexity": "paper", "per_document": True}, "--per_document: is for the full perplexity"),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):

@@ -76,7 +76,7 @@ ABSENT = ["--config=llama_1b", "--config.data.tokenizer_file=absent.model"]
     "arguments, sentence",
     [
         (["--config=configs/tiny.py:bert"], "config.model.kind: must be one of diffeqformer, alternative, looped, "),
-        (["--config=tiny:gtp"], "but it is 'gtp'; did you mean gpt?\n"),
+        (["--config=large:recipee"], "or recipe after a config's name, but it is 'recipee'; did you mean recipe?\n"),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),
         (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
         (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),

@@ -51,7 +51,7 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes", **hashes))
 
     def text_of(**options):
-        defaults = {"task": None, "files": None, "split": "validation", "remote": None}
+        defaults = {"task": None, "files": None, "split": "validation", "remote": None, "module": None}
         return text_options.text_of(types.SimpleNamespace(**defaults | options), opened)
 
     def filed(files, **options):

@@ -1,5 +1,6 @@
 """What the commands share. An error that the user can fix ends a command with a single sentence."""
 
+import functools
 import pathlib
 import re
 import signal
@@ -121,6 +122,49 @@ def _but_for_late_news(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
+def _parse_or_exit(line: list[str], check, explain, positional: bool, interrupted: str) -> list[str]:
+    """Parse the command line, or end; see `run`."""
+    given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
+    if given & {"help", "h"} or explain and "help_config" in given:
+        say_and_end(explain() if explain and "help_config" in given else help_text())
+    try:
+        for argument in line:
+            argument.encode()
+        rest = parse_config(line, check) if check else parse_flags(line, positional)
+        for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
+            flags.FLAGS[name].value = value
+        return [at_home(each) for each in rest]
+    except UnicodeEncodeError as error:
+        sys.exit(f"diffeqformer: {printable(error.object)}: this argument must be valid UTF-8")
+    except (UserError, flags.Error) as error:
+        needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
+        said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long
+        said = re.sub(r"Exceeds the limit \(.*", "must be a number of fewer digits", said)
+        sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(said)}")
+    except KeyboardInterrupt:
+        leave(130, interrupted)
+
+
+def _run_or_leave(line: list[str], command: Callable[..., None], interrupted: str, verbosity: int) -> None:
+    """Run the command after its flags were parsed; see `run`."""
+    logging.set_verbosity(verbosity)
+    sys.unraisablehook = _but_for_late_news
+    try:
+        command(*line[1:])
+        sys.stdout.flush()
+    except UserError as error:
+        leave(1, str(error))
+    except Stopped as stopped:
+        leave(stopped.status, str(stopped))
+    except BrokenPipeError:
+        leave(1, CLOSED)
+    except Exception as error:
+        little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
+        leave(1, little if out_of_memory(error) else unforeseen(error))
+    except KeyboardInterrupt:
+        leave(130, interrupted)
+
+
 def run(
     command: Callable[..., None],
     check: Callable[[list[str]], None] | None = None,
@@ -142,52 +186,15 @@ def run(
         interrupted: the message after Ctrl-C.
         verbosity: log level of the libraries.
     """
-
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     set_up()
     if sys.stdout.isatty():  # files and pipes get texts as they are
         sys.stdout = PrintableOutput(sys.stdout)
-
     logging.set_verbosity(logging.ERROR)  # until the flags are parsed
-
-    def parse_or_exit(line):
-        given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
-        if given & {"help", "h"} or explain and "help_config" in given:
-            say_and_end(explain() if explain and "help_config" in given else help_text())
-        try:
-            for argument in line:
-                argument.encode()
-            rest = parse_config(line, check) if check else parse_flags(line, arguments)
-            for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
-                flags.FLAGS[name].value = value
-            return [at_home(each) for each in rest]
-        except UnicodeEncodeError as error:
-            sys.exit(f"diffeqformer: {printable(error.object)}: this argument must be valid UTF-8")
-        except (UserError, flags.Error) as error:
-            needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
-            said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long
-            said = re.sub(r"Exceeds the limit \(.*", "must be a number of fewer digits", said)
-            sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(said)}")
-        except KeyboardInterrupt:
-            leave(130, interrupted)
-
-    def main(line):
-        logging.set_verbosity(verbosity)
-        sys.unraisablehook = _but_for_late_news
-        try:
-            command(*line[1:])
-            sys.stdout.flush()
-        except UserError as error:
-            leave(1, str(error))
-        except Stopped as stopped:
-            leave(stopped.status, str(stopped))
-        except BrokenPipeError:
-            leave(1, CLOSED)
-        except Exception as error:
-            little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
-            leave(1, little if out_of_memory(error) else unforeseen(error))
-        except KeyboardInterrupt:
-            leave(130, interrupted)
-
-    app.run(main, flags_parser=parse_or_exit)
+    app.run(
+        functools.partial(_run_or_leave, command=command, interrupted=interrupted, verbosity=verbosity),
+        flags_parser=functools.partial(
+            _parse_or_exit, check=check, explain=explain, positional=arguments, interrupted=interrupted
+        ),
+    )

@@ -47,6 +47,8 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None, Split |
                 "--remote: must go without --files and with the corpus of the training and its split train or "
                 f"validation, which are all that its store has, but the text is {files or task!r}, {split}"
             )
+        if files and options.module is not None:
+            raise UserError("--module: must be left out with --files, which name the text themselves")
         return task, matching_files(files, "--files") if files else None, None
     if stored := stored_text(opened, split, options.remote):
         return task, None, stored

@@ -80,7 +80,7 @@ address:
 	@[ -n "$(REPOSITORY)" ] || { echo "name it: make address REPOSITORY=owner/name"; exit 1; }
 	sed -i -E '/^<!-- \[!\[Open in Colab/,/-->$$/ { s/^<!-- //; s/ -->$$// }' README.md
 	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/")\\ ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
-	[ -z "$(HUB)" ] || sed -i 's#OWNER/diffeqformer-tiny#$(HUB)/diffeqformer-tiny#' colab/inspect_checkpoint.ipynb
+	[ -z "$(HUB)" ] || sed -i -E 's#[^/" ]+/diffeqformer-tiny#$(HUB)/diffeqformer-tiny#' colab/inspect_checkpoint.ipynb
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))

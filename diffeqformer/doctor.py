@@ -35,8 +35,10 @@ from diffeqformer.checkpoints.folder import folder_of, work_folder
 from diffeqformer.checkpoints.one_by_one import size_on_disk
 from diffeqformer.config import check_overrides, check_used, explain, given_fields
 from diffeqformer.console import command_line
+from diffeqformer.data.preparation import store_folder, tokenizer_of
+from diffeqformer.data.remote import has_store
 from diffeqformer.data.store import token_type
-from diffeqformer.errors import UserErrorEverywhere, reason_of
+from diffeqformer.errors import UserError, UserErrorEverywhere, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of, free_bytes, size_of
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape, number_of_slices
@@ -44,6 +46,7 @@ from diffeqformer.planning.chips import TPUS
 from diffeqformer.rules import decay_start
 from diffeqformer.training.run import complete
 from diffeqformer.training.step import Program
+from diffeqformer.training.trackers import check_installed
 from diffeqformer.training.utilisation import peak_of, utilisation
 
 MATMUL = 0.6  # of the peak, which large products reach on a sound chip
@@ -102,7 +105,8 @@ def check(what: str, remedy: str, measure: Callable[[], Any], judge: Callable[[l
     try:
         result = {"found": measure()}
     except Exception as error:  # devices and cloud clients have many exceptions of their own
-        result = {"error": f"{type(error).__name__}: {reason_of(error)}"}
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        result = {"error": kind + reason_of(error)}
     results = hosts.of_all(result)
     errors = [f"process {number}: {each['error']}" for number, each in enumerate(results) if "error" in each]
     if errors:
@@ -320,6 +324,26 @@ def folders(workdir: str, data: str | None, needs: Needs) -> Iterator[Row]:
         yield row._replace(verdict="unknown") if row.verdict == "wrong" else row  # what is there needn't be written
 
 
+def tracker(names: str) -> Row:
+    """Whether a config's trackers are installed where they are used, on process 0."""
+    remedy = "install what is missing on the first host, or choose another config.tracker"
+    measure = functools.partial(check_installed, names)
+    return check("config.tracker", remedy, lambda: hosts.is_first() and measure(), lambda _: (names, "installed", "ok"))
+
+
+def store(data: ConfigDict) -> Row:
+    """Whether the token store that a run copies from `data.remote` is there, or here already."""
+
+    def is_there() -> bool:
+        folder = store_folder(data, tokenizer_of(data))
+        return folder.exists() or has_store(data.remote, folder.name)
+
+    def judge(found):
+        return "there" if all(found) else "no token store", "this config's token store", "ok" if all(found) else "wrong"
+
+    return check("config.data.remote", "put it there: diffeqformer prepare with the same options", is_there, judge)
+
+
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:
     """The rows of all checks, each as soon as it is known. All processes call this together.
 
@@ -349,6 +373,10 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     yield check("slowest matmul", remedy, slowest_product, lambda found: products(found, peak_of(kind)))
     yield from all_reduces(needs.mesh)
     yield from folders(workdir, config and config.data.dir, needs)
+    if config:
+        yield tracker(config.tracker)
+    if config and config.data.remote:
+        yield store(config.data)
 
 
 def report(rows: Iterable[Row]) -> None:

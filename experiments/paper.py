@@ -6,11 +6,10 @@
 
 Each is made by commands of this project, which --list shows, with the hardware and the options that they need. They are
 run one after the other. What is finished is not made again: runs resume, studies collect the runs that --folder holds,
-and reports of the same command stay. At tiny scale, a run of a study takes about three minutes of a core. Figures 1, 6
-and 17 show the architecture. Perplexities of `evaluate` stand beside the published ones in <exhibit>.md and .png in
---folder. Those of studies at tiny scale are of bytes, which can't be compared with the published ones, so in the
-pictures of Figures 5 and 8 the published ones have a panel of their own. docs/fidelity.md says where this project
-differs from the paper.
+and reports of the same command stay. At tiny scale, a run of a study takes about three minutes of a core. Perplexities
+of `evaluate` stand beside the published ones in <exhibit>.md and .png in --folder. Those of studies at tiny scale are
+of bytes, which can't be compared with the published ones, so in the pictures of Figures 5 and 8 the published ones have
+a panel of their own. docs/fidelity.md says where this project differs from the paper.
 """
 
 import glob
@@ -26,11 +25,10 @@ from absl import app, flags
 from exhibits import EXHIBITS, Command, Exhibit
 from published import show_beside_published
 
-TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4", "5", "6"], "A table of the paper.")
-FIGURE = flags.DEFINE_enum(
-    "figure", None, [str(n) for n in (*range(2, 6), *range(7, 17), 18)], "A figure of the paper."
+TABLE, FIGURE, APPENDIX = (
+    flags.DEFINE_enum(kind, None, [name.split()[1] for name in EXHIBITS if name.startswith(kind)], "Of the paper.")
+    for kind in ("table", "figure", "appendix")
 )
-APPENDIX = flags.DEFINE_enum("appendix", None, ["E", "F"], "An appendix of the paper whose pictures have no number.")
 LIST = flags.DEFINE_bool("list", False, "Show all tables, figures and appendices, with their commands.")
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "published"], "Two CPU cores, or the published configs.")
 FOLDER = flags.DEFINE_string("folder", "runs/paper", "Folder of all runs and results.")

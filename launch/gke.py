@@ -20,6 +20,7 @@ TPUS = {  # GKE's name, and the dimensions of a slice
     "tpu7x": ("tpu7x", 3),
 }
 CHIPS_OF_A_HOST = 4  # of a slice of several hosts
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # the slices of two dimensions
 GPUS = {"a100": "nvidia-a100-80gb", "h100": "nvidia-h100-80gb", "h200": "nvidia-h200-141gb"}
 WORKERS = "workers"  # pod P of slice S is named NAME-workers-S-P.NAME
 PORT = 8482
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     capacity.add_argument("--spot", action="store_true", help="on spot nodes, much cheaper but preemptible")
     capacity.add_argument("--flex_start", action="store_true", help="on flex-start nodes, for a week at most")
     parser.add_argument("--queue", help="Kueue's LocalQueue, in which the run waits for its capacity")
+    parser.add_argument("--secret", help="a Secret whose entries are environment variables, such as WANDB_API_KEY")
     parser.add_argument("--no_doctor", action="store_true", help="train without examining devices and disks first")
     parser.add_argument("options", nargs="*", help="of diffeqformer.main, after --")
     given = parser.parse_args()
@@ -59,7 +61,7 @@ def parse() -> argparse.Namespace:
     for option, number, other in (("slices", given.slices, given.gpu), ("nodes", given.nodes, given.tpu)):
         if number < 1 or (other and number != 1):
             fail(f"--{option}: must be 1 or more{f', and 1 with {other}' if other else ''}, but it is {number}")
-    if not any(option.startswith("--workdir=gs://") for option in given.options):
+    if not re.search(r"(^| )--?workdir[= ]gs://", " ".join(given.options)):
         fail("--workdir: put one on gs:// after --, such as --workdir=gs://my-bucket/runs/large; pods keep no files")
     return given
 
@@ -70,10 +72,12 @@ def hosts_of(tpu: str, slices: int) -> tuple[dict, dict, int]:
     name, dimensions = TPUS.get(kind, ("", 0))
     if not name or not re.fullmatch("x".join(["[1-9][0-9]*"] * dimensions), topology):
         fail(f"--tpu: must be a slice of {', '.join(TPUS)}, such as v6e:4x4 or v5p:2x2x4, but it is {tpu}")
+    if dimensions == 2 and topology not in FLAT:
+        fail(f"--tpu: a slice of {kind} must be one of {', '.join(FLAT)}, but it is {topology}")
     chips = math.prod(int(size) for size in topology.split("x"))
     of_host = min(chips, CHIPS_OF_A_HOST)
-    if chips != 1 and chips % CHIPS_OF_A_HOST:
-        fail(f"--tpu: must be one chip, or a multiple of {CHIPS_OF_A_HOST}, but {topology} are {chips}")
+    if dimensions == 3 and chips % CHIPS_OF_A_HOST:
+        fail(f"--tpu: must be a multiple of {CHIPS_OF_A_HOST} chips, but {topology} are {chips}")
     hosts = chips // of_host
     if slices > 1 and hosts == 1:
         fail(f"--slices: GKE joins slices of several hosts only, and a {tpu} has one; choose a larger slice")
@@ -84,8 +88,8 @@ def hosts_of(tpu: str, slices: int) -> tuple[dict, dict, int]:
 def gpus_of(gpu: str) -> tuple[dict, dict]:
     """The node selector of GPU nodes, and what each pod takes."""
     kind, _, number = gpu.partition(":")
-    if kind not in GPUS or not re.fullmatch("[1-9][0-9]*", number):
-        fail(f"--gpu: must be a number of {', '.join(GPUS)}, such as h100:8, but it is {gpu}")
+    if kind not in GPUS or number not in ("1", "2", "4", "8"):
+        fail(f"--gpu: must be 1, 2, 4 or 8 of {', '.join(GPUS)}, such as h100:8, but it is {gpu}")
     return {"cloud.google.com/gke-accelerator": GPUS[kind]}, {"nvidia.com/gpu": int(number)}
 
 
@@ -103,6 +107,7 @@ def pod(given: argparse.Namespace, where: dict, takes: dict, options: list[str])
         "image": given.image,
         # without its accelerator, a run fails, and doesn't go on for days on the host
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu" if given.tpu else "cuda,cpu"}],
+        "envFrom": [{"secretRef": {"name": given.secret}}] if given.secret else [],
         "resources": {"requests": takes, "limits": takes},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }

@@ -20,6 +20,7 @@ set -uo pipefail
   echo "launch/slurm.sh: give the options of diffeqformer.main, for example --config=configs/large.py" >&2
   exit 1
 }
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu} # without GPUs, a run fails, and doesn't go on for days on the host
 on_all() { # srun does not inherit --cpus-per-task from the job
   srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 .venv/bin/python -m "$@"
 }

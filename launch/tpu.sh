@@ -28,7 +28,7 @@
 #   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs. All hosts must share the work folder, so this
 #            is needed unless --workdir is on gs://
 #   EXTRAS   more extras of the package for setup to install, such as eval, which downstream needs
-#   DOCTOR   0 to start a run without examining the hosts (1)
+#   DOCTOR   0 to start a run without examining the hosts, also new ones (1)
 #   PAUSE    seconds between two checks of the slice's state (30)
 
 set -euo pipefail
@@ -118,22 +118,27 @@ every() { # FUNCTION ...: call it for all slices at once (gcloud's --node=all le
 on_all() { every ssh_to all "$1"; } # COMMAND
 
 check_key() { # gcloud refuses several hosts if an ssh agent has keys but not its own, and stalls at a passphrase
-  local print held
+  local print held status=0
   print=$(ssh-keygen -lf "$key" 2>/dev/null | cut -d ' ' -f 2) ||
     fail "ssh: gcloud's key is missing; make it with 'ssh-keygen -t rsa -f $key'"
-  if held=$(ssh-add -l 2>/dev/null); then
-    [[ $held == *"$print"* ]]
-  else
-    ssh-keygen -y -P "" -f "$key" >/dev/null 2>&1
-  fi || fail "ssh: the agent doesn't have gcloud's key, so gcloud can't reach several hosts; use 'ssh-add $key'"
+  held=$(ssh-add -l 2>/dev/null) || status=$?
+  [[ $held != *"$print"* ]] || return 0
+  [[ $status == 0 ]] || ! ssh-keygen -y -P "" -f "$key" >/dev/null 2>&1 || return 0
+  [[ $status != 2 ]] || fail "ssh: gcloud's key has a passphrase, and no agent runs; use 'eval \$(ssh-agent)' and \
+'ssh-add $key'"
+  fail "ssh: the agent doesn't have gcloud's key, so gcloud can't reach the hosts; use 'ssh-add $key'"
 }
 
 needs() { # print what a real run of the command needs
   echo "# needs gcloud ($(command -v gcloud || echo "not installed here")) and 'gcloud auth login'"
-  echo "# needs ${PROJECT:-a project} with the APIs tpu.googleapis.com and compute.googleapis.com"
+  echo "# needs ${PROJECT:-a project} with billing and the APIs tpu.googleapis.com, compute.googleapis.com,\
+ storage.googleapis.com for gs://${NFS:+ and file.googleapis.com for a Filestore}"
+  [[ $type != tpu7x-* ]] || echo "# needs tpu7x to be served by this API: by Google's pages only GKE is, see launch/gke.py"
   [[ ! $command =~ ^(create|resume|watch)$ ]] || echo "# needs quota in $ZONE for $slices x $type${spot:+, preemptible}"
-  [[ $command == delete ]] || echo "# needs $key, also in the ssh agent, if one runs"
+  [[ $command == delete ]] ||
+    echo "# needs $key, also in the ssh agent, if one runs, and a firewall that lets port 22 in"
   [[ ! $command =~ ^(setup|resume|watch)$ ]] || echo "# needs hosts that can download packages"
+  [[ ! $command =~ ^(run|do|watch|stop)$ ]] || echo "# needs hosts that 'setup' has installed"
   [[ ! $command =~ ^(run|do|resume|watch)$ ]] ||
     echo "# needs a --workdir that all hosts can write: ${NFS:+on /mnt/runs, or }on gs://, by their service account"
 }
@@ -238,8 +243,10 @@ mountpoint -q /mnt/runs || sudo mount /mnt/runs
 alive="alive() { grep -qzxF diffeqformer.main /proc/\$(cat run.pid)/cmdline; } 2>/dev/null"
 
 # for a host: go to the folder of the package
+# without its chips, a run fails, and doesn't go on for days on the host
 enter="cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || {
 echo \"\$HOSTNAME: not set up; use 'setup' first\" >&2; exit 1; }
+export JAX_PLATFORMS=\${JAX_PLATFORMS:-tpu,cpu}
 $alive"
 # Cloud tells the hosts of several slices, and JAX, in their metadata. Without that, each slice would train by itself.
 [[ $slices == 1 ]] || enter+="
@@ -277,11 +284,14 @@ run() {
   start "$options"
   [[ -z $dry ]] || return 0
   rm -f "$here/examined"
+  remember DOCTOR
   echo "$options" >"$here/options" # not earlier: the options of another run in progress must stay
 }
 
 resume() {
-  [[ -f $here/options ]] || fail "resume: no run was started from this checkout on $name; use 'run'"
+  [[ -n $dry || -f $here/options ]] || fail "resume: no run was started from this checkout on $name; use 'run'"
+  local options=" OPTIONS"
+  [[ ! -f $here/options ]] || options=$(<"$here/options")
   look_or_fail
   [[ ($state == ACTIVE && -e $here/ready) || ! -f $here/commit ]] || git cat-file -e "$(<"$here/commit")" 2>/dev/null ||
     fail "resume: the commit $(<"$here/commit"), which the hosts had, isn't in this checkout; use 'create' and 'setup'"
@@ -289,8 +299,9 @@ resume() {
   if [[ $state != ACTIVE || ! -e $here/ready ]]; then
     create
     if [[ -f $here/commit ]]; then setup "$(<"$here/commit")"; else setup; fi
+    [[ ${DOCTOR-1} == 0 ]] || examine "$options"
   fi
-  start "$(<"$here/options")"
+  start "$options"
 }
 
 # for a host: follow a run until it ends; 64: there is none, 70: it failed, 75: a signal or a power cut ended it

@@ -28,7 +28,7 @@ fi
 exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash
-[[ $2 != diffeqformer.doctor ]] || { printf '%s|' "$@" >>examined; exit "${ILL:-0}"; }
+[[ $2 != diffeqformer.doctor ]] || { printf '%s|' "$JAX_PLATFORMS $1" "${@:2}" >>examined; exit "${ILL:-0}"; }
 trap '/bin/sleep 0.5; touch saved; exit 143' TERM
 { cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done
@@ -41,7 +41,7 @@ if [[ $1 == -lf ]]; then echo "3072 SHA256:gcloud me (RSA)"; else [[ -z ${PASSPH
 AGENT = '#!/usr/bin/env bash\n[[ -n ${AGENT-} ]] || exit 2; echo "$AGENT"\n'
 SLEEP = "#!/usr/bin/env bash\nexec /bin/sleep 0.05\n"
 VERBS = {"create", "describe", "delete", "ssh", "scp"}
-NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
+NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh", "ssh"]  # ask for a slice, wait, set it up, examine, run
 
 
 def verbs_of(calls):

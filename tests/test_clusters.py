@@ -35,7 +35,7 @@ def printed(*options, status=0):
         ("--tpu=v5p:2x2x4 --spot", 1, 4, {"google.com/tpu": 4}, ["tpu-v5p-slice", "2x2x4"]),
         ("--tpu=v6e:4x4 --slices=2 --flex_start --queue=dws", 2, 4, {"google.com/tpu": 4}, ["tpu-v6e-slice", "4x4"]),
         ("--tpu=tpu7x:2x2x1", 1, 1, {"google.com/tpu": 4}, ["tpu7x", "2x2x1"]),
-        ("--gpu=h100:8 --nodes=2 --spot", 1, 2, {"nvidia.com/gpu": 8}, ["nvidia-h100-80gb"]),
+        ("--gpu=h100:8 --nodes=2 --spot --secret=keys", 1, 2, {"nvidia.com/gpu": 8}, ["nvidia-h100-80gb"]),
     ],
 )
 def test_jobs_fit_the_schemas_and_the_hosts(options, slices, pods, takes, where):
@@ -45,6 +45,7 @@ def test_jobs_fit_the_schemas_and_the_hosts(options, slices, pods, takes, where)
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **replicated["template"]}
     kubernetes_validate.validate(job, "1.33", strict=True)
     pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}] * ("keys" in options)
     assert replicated["replicas"] == slices and job["spec"]["completions"] == job["spec"]["parallelism"] == pods
     assert pod["containers"][0]["resources"]["limits"] == takes and pod["tolerations"][0]["key"] in takes
     assert [each["args"][0] for each in pod.get("initContainers", ())] == ["doctor"] * ("doctor" not in options)
@@ -71,9 +72,10 @@ def test_a_notice_to_stop_restarts_a_run_without_end():
     "options, sentence",
     [
         (["--tpu=v9:4x4", *RUN], "--tpu: must be a slice of v5e, v5p, v6e, tpu7x, such as v6e:4x4"),
-        (["--tpu=v6e:3x3", *RUN], "--tpu: must be one chip, or a multiple of 4, but 3x3 are 9"),
+        (["--tpu=v6e:3x3", *RUN], "--tpu: a slice of v6e must be one of 1x1, 2x2, 2x4"),
+        (["--tpu=v5p:1x1x3", *RUN], "--tpu: must be a multiple of 4 chips, but 1x1x3 are 3"),
         (["--tpu=v6e:2x2", "--slices=2", *RUN], "--slices: GKE joins slices of several hosts only"),
-        (["--gpu=h100", *RUN], "--gpu: must be a number of a100, h100, h200, such as h100:8, but it is h100"),
+        (["--gpu=h100", *RUN], "--gpu: must be 1, 2, 4 or 8 of a100, h100, h200, such as h100:8, but it is h100"),
         (["--tpu=v6e:4x4", *RUN[:-1]], "--workdir: put one on gs:// after --"),
     ],
 )

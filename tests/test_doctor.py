@@ -97,6 +97,20 @@ def test_a_disk_that_is_full_is_wrong_and_nothing_stays_on_it(monkeypatch, tmp_p
     assert not os.listdir(tmp_path)
 
 
+def test_what_a_config_names_must_be_there(monkeypatch, tmp_path):
+    """Its tracker, and its token store at a URL or here."""
+    assert doctor.tracker("tensorboard").verdict == "ok"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert doctor.tracker("wandb,tensorboard").found.startswith("process 0: config.tracker: wandb isn't installed;")
+    data = toy_config(data__dir=str(tmp_path / "here"), data__remote=f"file://{tmp_path}/there").data
+    assert doctor.store(data).verdict == "wrong"
+    name = doctor.store_folder(data, doctor.tokenizer_of(data)).name
+    (tmp_path / "there" / name).mkdir(parents=True)
+    assert doctor.store(data).verdict == "wrong"
+    (tmp_path / "there" / name / "store.json").touch()
+    assert doctor.store(data).verdict == "ok"
+
+
 def test_rows_are_printed_as_they_come_and_what_is_wrong_ends_with_a_sentence(capsys):
     def rows():
         yield Row("clocks", "0.1 s apart", "within 1 s", "ok", "not said")
@@ -119,7 +133,7 @@ def test_the_command_examines_a_machine(options, tmp_path):
     lines = done.stdout.splitlines()
     checks = ["check", "packages", "devices", "memory of devices", "slowest matmul", "all-reduce over "]
     checks += ["all-reduce over fsdp"] * bool(options) + ["disk of --workdir", "room for checkpoints"]
-    checks += ["disk of config.data.dir"] * bool(options)
+    checks += ["disk of config.data.dir", "config.tracker"] * bool(options)
     assert [line[9:].startswith(check) for line, check in zip(lines, checks, strict=False)] == [True] * len(checks)
     assert lines[len(checks)] == "Nothing is wrong" and not os.listdir(tmp_path)
 

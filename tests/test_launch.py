@@ -136,10 +136,10 @@ def test_hosts_run_what_was_asked_once(cloud, host):
 
 
 def test_a_run_starts_on_hosts_of_which_nothing_is_wrong(cloud, host):
-    run = {"ZONE": "z", "HOST_FOLDER": str(host.parent)}
+    run = {"ZONE": "z", "HOST_FOLDER": str(host.parent), "JAX_PLATFORMS": ""}
     done, _ = cloud(TPU, "run", "--config=tiny", **run, ILL="1")
     assert done.returncode == 1 and not (host / "run.options").exists()
-    assert (host / "examined").read_text() == "-m|diffeqformer.doctor|--undefok=verify|--config=tiny|"
+    assert (host / "examined").read_text() == "tpu,cpu -m|diffeqformer.doctor|--undefok=verify|--config=tiny|"
     (host / "examined").unlink()
     done, _ = cloud(TPU, "run", "--config=tiny", **run, ILL="1", DOCTOR="0")
     assert done.returncode == 0 and not (host / "examined").exists()
@@ -193,12 +193,20 @@ def test_another_slice_is_not_set_up_until_a_setup_succeeds(cloud, command, stat
     done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3, BROKEN="scp")
     assert done.returncode == 1 and verbs_of(calls)[-1] == "scp"
     done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3)
-    assert done.returncode == 0 and verbs_of(calls)[-3:] == ["scp", "ssh", "ssh"]
+    assert done.returncode == 0 and verbs_of(calls)[-4:] == ["scp", "ssh", "ssh", "ssh"]
 
 
 def test_a_dry_run_calls_and_writes_nothing(cloud):
-    for command in (["create"], ["setup"], ["run", "--config=configs/large.py"], ["watch"], ["stop"], ["delete"]):
-        done, calls = cloud(TPU, "--dry-run", *command, ZONE="z")
+    for command in (
+        ["create"],
+        ["setup"],
+        ["run", "--config=configs/large.py"],
+        ["watch"],
+        ["stop"],
+        ["resume"],
+        ["delete"],
+    ):
+        done, calls = cloud(TPU, "--dry-run", *command.split(), ZONE="z")
         assert done.returncode == 0 and calls == [] and done.stderr.startswith("+ g"), done.stderr
         assert "tpu.googleapis.com" in done.stdout and all(line.startswith("# ") for line in done.stdout.splitlines())
     assert not (ROOT / ".launch" / f"test-{os.getpid()}").exists()
@@ -206,7 +214,7 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
     done, calls = cloud(TPU, "--dry-run", "resume", ZONE="z")
     assert done.returncode == 0 and calls == [] and "configs/large.py" in done.stderr
     lines = [line.removeprefix("+ ") for line in done.stderr.splitlines()]
-    assert verbs_of(lines) == ["delete", "create", "ssh", "scp", "ssh", "ssh"]
+    assert verbs_of(lines) == ["delete", "create", "ssh", "scp", "ssh", "ssh", "ssh"]
     said = cloud(TPU, "--dry-run", "create", ZONE="z", SPOT="1", SLICES="2", TYPE="v6e-8")[0].stdout
     assert "# needs quota in z for 2 x v6e-8, preemptible\n" in said and "/.ssh/google_compute_engine" in said
 
@@ -218,7 +226,7 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
         (["create"], {"ZONE": "z", "SPOT": "yes"}, "SPOT: must be 1 or 0, but it is yes"),
         (["create"], {"ZONE": "z", "HOME": "/nowhere"}, "ssh: gcloud's key is missing; make it with 'ssh-keygen -t"),
         (["create"], {"ZONE": "z", "AGENT": "3072 SHA256:other"}, "ssh: the agent doesn't have gcloud's key"),
-        (["resume"], {"ZONE": "z", "PASSPHRASE": "1"}, "ssh: the agent doesn't have gcloud's key"),
+        (["resume"], {"ZONE": "z", "PASSPHRASE": "1"}, "ssh: gcloud's key has a passphrase, and no agent runs; use"),
         (["run"], {"ZONE": "z"}, "run: give the options of diffeqformer.main"),
         (["resume"], {"ZONE": "z"}, "resume: no run was started from this checkout"),
     ],

@@ -12,7 +12,7 @@ from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printabl
 
 COMMANDS = (
     "main", "plan", "doctor", "prepare", "generate", "evaluate", "downstream", "harness", "materialize", "import",
-    "export", "push", "analyze", "ode", "inspect", "compare",
+    "export", "push", "leave_out", "analyze", "ode", "inspect", "compare",
 )  # fmt: skip
 
 

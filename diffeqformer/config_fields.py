@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from diffeqformer.data.tokenizers import TOKENIZERS
-from diffeqformer.depth.depths import MOST_STEPS, are_depths
+from diffeqformer.depth.depths import MOST_STEPS, are_depths, layers_of
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
@@ -75,6 +75,7 @@ FRACTION = Values(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 PRINTABLE = Values(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
 NUM_STEPS = Values(lambda v: 0 < v <= MOST_STEPS, f"must be at least 1 and at most {MOST_STEPS:,}")
 DEPTHS = Values(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
+LAYERS = readable(layers_of, "must be different layers, counted from 0, such as 16,17,14, or empty")
 TRACE = readable(traced_steps, "must be the first and the last step to trace, such as 100-102, or empty")
 SCALING = readable(
     read_scaling, "must be four positive numbers, the second below the third, such as 8,1,4,8192, or empty"
@@ -180,6 +181,10 @@ CONFIG_FIELDS = [
     ConfigField("model.training_depths", "", DEPTHS,
         "Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: "
         "num_steps.", base="either"),
+    ConfigField("model.left_out", "", LAYERS,
+        "Of weights per layer: the layers that fewer steps leave out, in this order, such as 16,17,14: with 30 layers, "
+        "28 steps leave out 16 and 17. Empty: there is one number of steps (see diffeqformer.leave_out).",
+        base="either"),
     ConfigField("model.generator_start", "published", one_of(GENERATOR_STARTS),
         "Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated)."),
     ConfigField("model.base_width", 0, NOT_NEGATIVE,

@@ -57,6 +57,7 @@ PADDED = {"model__vocab_multiple": 64, "model__dtype": "bfloat16"}
     "kind, field, num_steps, changes",
     [
         ("llama", "llama", 6, OF_LLAMA | {"model__biases": "qkv", "model__tied_head": True}),
+        ("llama", "llama", 4, OF_LLAMA | {"model__left_out": "2,5"}),
         ("diffeqformer", "gpt", 4, PADDED),
         ("diffeqformer", "llama", 3, OF_LLAMA | PADDED | {"model__base_width": 16}),
         ("diffeqformer", "neox", 9, {"model__solver": "euler", "model__span": 3.0}),

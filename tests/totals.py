@@ -8,9 +8,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 20_180, "tests/**/*.py": 15_240}
+LINES = {"diffeqformer/**/*.py": 20_200, "tests/**/*.py": 15_260}
 WORDS = {"docs/**/*.md": 20_340, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
-FIELDS = 78
+FIELDS = 79
 
 
 def number_of_fields() -> int:

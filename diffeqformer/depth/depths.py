@@ -26,6 +26,18 @@ def shares_of_depths(text: str) -> dict[int, float]:
     return {steps: weights[steps] / sum(weights.values()) for steps in sorted(weights)}
 
 
+def layers_of(text: str) -> tuple[int, ...]:
+    """The layers that fewer steps leave out, in this order, from `left_out`, such as "16,17,14".
+
+    Raises:
+        ValueError: if it isn't such a list, or a layer occurs twice.
+    """
+    layers = tuple(int(layer) for layer in text.split(",")) if text else ()
+    if len({*layers}) < len(layers) or min(layers, default=0) < 0:
+        raise ValueError(text)
+    return layers
+
+
 def trained_depths(config) -> dict[int, float]:
     """The numbers of steps of depth in training and their shares, from the `model` part of a config."""
     return shares_of_depths(config.training_depths) or {config.num_steps: 1.0}

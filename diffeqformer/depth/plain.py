@@ -1,7 +1,10 @@
 """The two plain kinds of depth weights, per layer and shared. Their parameters are the weights themselves."""
 
+import jax
+import numpy as np
 from flax import nnx
 
+from diffeqformer.depth.depths import layers_of
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import add_adapters
 from diffeqformer.depth.weights import DepthWeights
@@ -50,30 +53,33 @@ class SharedWeights(PlainWeights):
 class PerLayerWeights(PlainWeights):
     """Each step has its own weights, and its own adapters if the config has a `lora_rank`.
 
-    Vanilla transformers and discretized models use this kind.
+    Vanilla transformers and discretized models use this kind. Fewer steps leave out layers (`model.left_out`).
     """
 
     fixed_depth = True
 
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         super().__init__(layers, (config.num_steps,), rngs)
-        self.num_layers, self.adapter_scale = config.num_steps, 1.0
+        self.num_layers, self.left_out, self.adapter_scale = config.num_steps, layers_of(config.left_out), 1.0
         if config.lora_rank:
             add_adapters(self.layers, layers, config.lora_layers, config.lora_rank, config.lora_start, rngs)
             self.adapter_scale = config.lora_alpha / config.lora_rank
 
     def __call__(self, grid: Grid) -> dict:
-        """The weights of all layers, stacked.
+        """The weights of all layers, stacked, or of those that a smaller number of steps keeps.
 
         Raises:
-            UserError: if the number of times in the grid differs from the number of layers.
+            UserError: if there aren't weights for as many steps.
         """
-        if len(grid.times) != self.num_layers:
-            raise UserError(
-                f"num_steps: this model has weights for {counted(self.num_layers, 'step')} and for no other number, "
-                f"but it is {len(grid.times)}"
-            )
-        return {
+        fewer = self.num_layers - len(grid.times)
+        if not 0 <= fewer <= len(self.left_out):
+            least = self.num_layers - len(self.left_out)
+            has = f"{counted(self.num_layers, 'step')} and for no other number"
+            has = f"{least} to {counted(self.num_layers, 'step')}" if self.left_out else has
+            raise UserError(f"num_steps: this model has weights for {has}, but it is {len(grid.times)}")
+        made = {
             layer: {**weights, "a": self.adapter_scale * weights["a"]} if "a" in weights else weights
             for layer, weights in super().__call__(grid).items()
         }
+        kept = np.delete(np.arange(self.num_layers), self.left_out[:fewer])
+        return jax.tree.map(lambda leaf: leaf[kept], made) if fewer else made

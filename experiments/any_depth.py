@@ -1,0 +1,91 @@
+"""One pretrained Llama for several numbers of layers: does it heal where layers are left out, and what does that cost?
+
+    diffeqformer import --from=smollm2 --workdir=runs/any_depth/pretrained
+    python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5
+
+Each row trains the same model on the same batches: whole (the control), in the fewest layers alone, or in both numbers
+by turns. `diffeqformer leave_out` finds the layers. The text is `python_packages`; each row is scored on files of other
+packages as it trains, and on WikiText-103 before and after.
+"""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+from absl import app, flags
+from common import articles_of_wikitext, curve, define_flags, folder_of, report, run_rows, train
+from python_packages import documents
+
+from diffeqformer.checkpoints.checkpoint import load_config
+from diffeqformer.console.progress import BITS_AT
+from diffeqformer.console.results import write_text
+
+WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
+LEFT_OUT = flags.DEFINE_list("left_out", None, "Layers that are left out, in this order.", required=True)
+STEPS = flags.DEFINE_integer("steps", 300, "Steps of training, of 1,024 tokens each.", lower_bound=1)
+RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
+define_flags("any_depth", at_once=2)
+
+BYTES = {"train": 2_000_000, "validation": 60_000}
+ROWS = ("whole", "fewer layers", "both")
+
+
+def write_texts(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Write whole files of each split of `python_packages`, up to `BYTES`.
+
+    Returns:
+        their paths.
+    """
+    paths = {split: folder / f"python-{split}.jsonl" for split in BYTES}
+    if not all(path.exists() for path in paths.values()):
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, texts in documents().items():
+            ends = np.cumsum([len(text.encode()) for text in texts])
+            chosen = texts[: np.searchsorted(ends, BYTES[split], side="right")]
+            write_text(paths[split], "".join(json.dumps({"text": text}) + "\n" for text in chosen))
+    return paths
+
+
+def bits_of_wikitext(workdir: pathlib.Path, text: pathlib.Path, depths: list[int], cores: list[int] | None) -> dict:
+    """The bits per byte of a run's newest checkpoint, by depth, in windows as in training."""
+    options = [f"--files={text}", "--perplexity=full", "--batch_size=2", "--window=512", "--stride=512"]
+    rows = report("evaluate", workdir, "wikitext", [*options, f"--num_steps={','.join(map(str, depths))}"], cores)
+    return {str(row["num_steps"]): row["bits_per_byte"] for row in rows["rows"]}
+
+
+def work(texts: dict[str, pathlib.Path], wikitext: pathlib.Path, row: str, cores: list[int] | None) -> dict:
+    """Train a row.
+
+    Returns:
+        bits per byte of the Python text by depth and step, and of WikiText-103 by depth after training.
+    """
+    base, workdir = folder_of("pretrained"), folder_of(row)
+    config = load_config(base)
+    layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
+    fewest = layers - len(LEFT_OUT.value)
+    depths = {"whole": [layers], "fewer layers": [fewest], "both": [fewest, layers]}[row]
+    options = ["--config=configs/tiny.py:llama", f"--config.base={base}", "--config.data.task=python_packages"]
+    if row != "whole":
+        options += [f"--config.model.left_out={','.join(LEFT_OUT.value)}"]
+        options += [f"--config.model.training_depths={','.join(map(str, depths))}"]
+    options += [f"--config.data.{split}_files={path}" for split, path in texts.items()]
+    options += ["--config.data.tokenizer=huggingface", f"--config.data.tokenizer_file={tokenizer}"]
+    options += ["--config.sequence_length=512", "--config.batch_size=2", "--config.model.remat=none"]
+    options += [f"--config.steps={STEPS.value}", f"--config.eval_every={-(-STEPS.value // 2)}"]
+    options += ["--config.checkpoint_every=100", "--config.checkpoints_kept=1", "--config.log_every=10"]
+    train(workdir, [*options, f"--config.optimizer.learning_rate={RATE.value:g}"], cores)
+    tags = {depth: "bits_per_byte" if depth == layers else f"{BITS_AT}{depth}" for depth in depths}
+    python = {str(depth): curve(workdir, f"validation/{tag}") for depth, tag in tags.items()}
+    return {"python": python, "wikitext": bits_of_wikitext(workdir, wikitext, depths, cores)}
+
+
+def main(_) -> None:
+    folder = pathlib.Path(flags.FLAGS.folder)
+    texts = write_texts(folder)
+    articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
+    run_rows(ROWS, str, functools.partial(work, texts, folder / "wikitext-validation.txt"))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,119 @@
+"""Models of weights per layer in fewer layers, and the order in which layers are left out."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from huggingface import write_run
+
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.config import check_config
+from diffeqformer.depth.depths import layers_of
+from diffeqformer.errors import UserError
+from diffeqformer.inference.scoring import Stretch
+from diffeqformer.leave_out import losses_by_removal
+from diffeqformer.materialize import materialize
+from diffeqformer.training.finetune import inherit
+from diffeqformer.training.step import Program
+from diffeqformer.transformer import split_model
+from helpers import ONE_DEVICE, build_model, first_state, forward, lively_model, tokens_of, toy_config
+from runs import command
+
+TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
+
+
+def of_layers(model, kept):
+    """A Llama of some layers of another alone."""
+    alone, params = split_model(build_model("llama", num_steps=len(kept), vocab_size=257))[0], split_model(model)[1]
+    depth = jax.tree.map(lambda leaf: leaf[np.array(kept)], params["depth"])
+    return nnx.merge(alone, params | {"depth": depth})
+
+
+def test_fewer_steps_leave_out_layers_in_order():
+    """4 of 6 layers compute what a model of those 4 computes."""
+    model = lively_model("llama", left_out="2,5,0", vocab_size=257)
+    assert layers_of("") == () and layers_of("2,5, 0") == (2, 5, 0)
+    for kept in ([0, 1, 3, 4, 5], [0, 1, 3, 4], [1, 3, 4]):
+        expected = forward(of_layers(model, kept), TOKENS)
+        np.testing.assert_allclose(forward(model, TOKENS, len(kept)), expected, rtol=0, atol=1e-5)
+    for steps in (2, 7):
+        with pytest.raises(UserError, match=f"^num_steps: this model has weights for 3 to 6 steps, but it is {steps}"):
+            forward(model, TOKENS, steps)
+
+
+def test_a_step_of_training_in_fewer_layers_leaves_the_others_as_they_are():
+    changes = {"model__left_out": "1,4", "model__training_depths": "4,6", "optimizer__weight_decay": 0.0}
+    program = Program(toy_config("llama", "llama", **changes, optimizer__warmup_fraction=0.0), ONE_DEVICE)
+    state = first_state(program)
+    before = jax.tree.map(np.asarray, state["params"]["depth"])
+    state, _ = program.train_step(state, tokens_of(0, program.config), 4)
+    for new, old in zip(jax.tree.leaves(state["params"]["depth"]), jax.tree.leaves(before), strict=True):
+        moved = np.abs(np.asarray(new) - old).reshape(6, -1).max(axis=1) > 0
+        assert moved.tolist() == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "kind, changes, sentence",
+    [
+        ("diffeqformer", {"left_out": "1"}, "left_out: must be empty for model.kind diffeqformer, which has no"),
+        ("discretized", {"left_out": "1"}, "left_out: must be empty for model.kind discretized"),
+        ("llama", {"left_out": "1,1"}, "left_out: must be different layers, counted from 0, such as 16,17,14, or"),
+        ("gpt", {"left_out": "6"}, "left_out: must be layers of the 6, counted from 0, and not all of them"),
+        ("gpt", {"left_out": "0,1,2,3,4,5"}, "left_out: must be layers of the 6"),
+        ("llama", {"training_depths": "4,6"}, "training_depths: must be left out for model.kind llama, which has"),
+        ("llama", {"left_out": "1", "training_depths": "4,6"}, "training_depths: must be at most the 6 layers, and at"),
+        ("llama", {"left_out": "1", "training_depths": "7"}, "training_depths: must be at most the 6 layers, and at"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(kind, changes, sentence):
+    changes = {f"model__{name}": value for name, value in changes.items()}
+    with pytest.raises(UserError, match=f"^config.model.{sentence}"):
+        check_config(toy_config(kind, "llama" if kind == "llama" else "gpt", **changes), 1)
+
+
+def test_fewer_layers_are_a_model_of_their_own_and_all_of_them_keep_the_order(tmp_path):
+    write_run(tmp_path / "run", "llama", "llama", model__left_out="3,1", model__training_depths="4,6")
+    model = checkpoint.load(tmp_path / "run").model
+    for steps, order, depths in ((4, "", ""), (6, "3,1", "4,6")):
+        made = checkpoint.load(materialize(tmp_path / "run", steps, "float32", tmp_path / str(steps)))
+        config = made.config.model
+        assert (config.num_steps, config.left_out, config.training_depths) == (steps, order, depths)
+        np.testing.assert_allclose(forward(made.model, TOKENS), forward(model, TOKENS, steps), rtol=0, atol=1e-5)
+    for given, order in (({}, "3,1"), ({"model__left_out": "0,2"}, "0,2")):
+        config = toy_config("llama", "llama", base=str(tmp_path / "run"), **given)
+        assert inherit(config, tmp_path / "new", {"base"}).model.left_out == order
+
+
+def test_the_layer_that_is_missed_least_is_left_out():
+    """Found by trying each, with models that have the other layers alone."""
+    model = lively_model("llama", vocab_size=257)
+    (none, whole), *rest = losses_by_removal(model, [Stretch(row, 1) for row in TOKENS.tolist()], 4, batch_size=8)
+
+    def loss(kept):
+        log_probs = jax.nn.log_softmax(forward(of_layers(model, kept), TOKENS[:, :-1]))
+        return -float(jnp.take_along_axis(log_probs, TOKENS[:, 1:, None], 2).mean())
+
+    kept = list(range(6))
+    assert none is None and whole == pytest.approx(loss(kept), rel=1e-5) and len(rest) == 2
+    for layer, found in rest:
+        losses = {left: loss([other for other in kept if other != left]) for left in kept}
+        assert layer == min(losses, key=losses.get) and found == pytest.approx(losses[layer], rel=1e-5)
+        kept.remove(layer)
+
+
+@pytest.mark.long
+def test_the_command_prints_an_order_that_a_config_takes(tmp_path):
+    write_run(tmp_path / "run", "llama", "llama")
+    (tmp_path / "text.txt").write_text("some text of which there are several windows. " * 4)
+    options = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'order'}", "--fewest=4", "--windows=2"]
+    done = command("leave_out", *options, f"--files={tmp_path / 'text.txt'}")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "order" / "results.json").read_text())
+    assert len(results["losses"]) == 3 and f"\n--config.model.left_out={results['left_out']}\n" in done.stdout
+    assert results["windows"] == 2 and (tmp_path / "order" / "losses.png").stat().st_size > 5000
+    check_config(toy_config("llama", "llama", model__left_out=results["left_out"]), 1)
+    wrong = command("leave_out", *options[:1], "--fewest=6", f"--files={tmp_path / 'text.txt'}")
+    assert (wrong.returncode, wrong.stderr) == (1, "diffeqformer: --fewest: must be below the 6 layers, but it is 6\n")

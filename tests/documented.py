@@ -88,6 +88,9 @@ ROWS = [
     ),
     Row(r"(microbatches=0 .*) --config\.microbatches=1", r"\1"),
     Row(r"\bmain .*smollm2", add=SAMPLED),
+    Row(r"left_out=16\S+ (.*depths)=24,30", r"left_out=1,2 \1=4,6"),  # smollm2 has six layers
+    Row(r"(fewest|num_steps)=24(,27,30)?\b", r"\1=4"),
+    Row(r"\bleave_out "),
     Row(r"\bimport "),
     Row(r"\bexport --"),
     # runs/tiny alone has the standard library

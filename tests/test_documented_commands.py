@@ -23,7 +23,7 @@ from helpers import ROOT
 from hub import Hub
 from runs import command as run_in_fork
 
-INDEX = re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+INDEX = re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
 PAGES = ["README.md", "docs/README.md", *dict.fromkeys(f"docs/{page}" for page in INDEX)]
 FOLLOWED = [page for page in PAGES if str(pathlib.Path(page).parent) not in ELSEWHERE]
 

@@ -120,8 +120,8 @@ RULES = [
         f"must not be reversible for model.solver {{c.model.solver}}; a solver that can be undone is one of "
         f"{REVERSIBLE}"),
     Rule("model.generate_chunk", lambda v, c: not v or weights_of_kind(c).generated, f"must be 0 {NO_HYPERNETWORK}"),
-    Rule("microbatches", lambda v, c: v or not c.model.generate_chunk,
-        "must be at least 1 with model.generate_chunk ({c.model.generate_chunk}), whose memory isn't known beforehand"),
+    Rule("microbatches", lambda v, c: v or not (c.model.generate_chunk or c.model.left_out),
+        "must be at least 1 with model.generate_chunk or model.left_out, whose memory isn't known beforehand"),
     Rule("model.generate_chunk", lambda v, c: not v or not remembers(c),
         "must be 0 for model.solver {c.model.solver}, which remembers more than states"),
     Rule("model.generate_chunk", lambda v, c: v < 2 or chunks_have_steps(c),

@@ -117,7 +117,9 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
 def test_depths_that_need_most_memory():
     """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
     model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
-    assert room.largest_depths(chunk_lengths(model)) == [52, 48]
+    assert room.largest_depths(model, chunk_lengths(model)) == [52, 48]
+    model = toy_config("llama", "llama", model__left_out="1,2,3", model__training_depths="3,4,6").model
+    assert room.largest_depths(model, chunk_lengths(model)) == [6, 4]
 
 
 def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():

@@ -39,21 +39,26 @@ def check_memory(program: Program, will_train: bool) -> None:
     if not will_train:
         return
     tokens, _ = program.batch_to_evaluate()
-    for depth in largest_depths(chunk_lengths(config.model)):
+    for depth in largest_depths(config.model, chunk_lengths(config.model)):
         lowered = program.train_step.lower(state, tokens, depth)
         check_program(program, "train step", "config.batch_size: a train step needs {}", lowered, free)
     free -= size_of(state["optimizer"])  # which no program of a validation takes
     own, chunk = config.model.num_steps, config.model.generate_chunk  # a validation's grids aren't shifted
     validated = {depth: chunk_length(depth, chunk) for depth in (own, *program.depths)}
-    for depth in (None, *(depth for depth in largest_depths(validated) if depth != own)):
+    for depth in (None, *(depth for depth in largest_depths(config.model, validated) if depth != own)):
         field = "model.num_steps" if depth is None else "model.training_depths"
         said = f"config.{field}: a validation in {counted(depth or own, 'step')} needs {{}} for its "
         for part, lowered in programs_of(program, depth):
             check_program(program, part, said + part, lowered, free)
 
 
-def largest_depths(lengths: dict[int, int]) -> list[int]:
-    """The numbers of steps that may need most memory, from the steps of a chunk at each: any higher one has fewer."""
+def largest_depths(model: ConfigDict, lengths: dict[int, int]) -> list[int]:
+    """The numbers of steps that may need most memory, from the steps of a chunk at each: any higher one has fewer.
+
+    Where layers are left out, the others are copied, so the second number may need more than the first.
+    """
+    if model.left_out:
+        return sorted(lengths, reverse=True)[:2]
     found = []
     for depth in sorted(lengths, reverse=True):
         if not found or lengths[depth] > lengths[found[-1]]:

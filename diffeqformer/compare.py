@@ -23,7 +23,7 @@ from diffeqformer.config import field_names, get_field
 from diffeqformer.config_fields import CHANGEABLE
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
-from diffeqformer.console.progress import read_curves
+from diffeqformer.console.progress import BITS_AT, read_curves
 from diffeqformer.console.results import results_folder, spread, title, write_json, write_text
 from diffeqformer.errors import UserError, printable
 
@@ -34,22 +34,23 @@ COLUMNS += ("at step", "perplexity", "bits/byte", "best bits/byte", "at step of 
 
 
 class Validated(NamedTuple):
-    """What is known of one run."""
+    """What is known of one run in one number of steps of depth."""
 
     folder: str
     config: ConfigDict
+    num_steps: int
     data_sha256: str
     validation_sha256: str
     parameters: int  # those that are trained
     curve: dict[int, float]  # bits per byte by step
-    perplexity: float  # the paper's, per token, at the end of the curve
+    perplexity: float | None  # the paper's, per token, at the end of the curve; None in other numbers of steps
     tokens_per_second: float | None  # the best of all lines
     earlier_rates: dict | None
 
     def setting(self) -> dict:
         """What decides its result but for the seed: fields of the config, and the text by the hashes of its splits."""
         names = [name for name in field_names(self.config) if name not in CHANGEABLE | {"seed"}]
-        fields = {name: get_field(self.config, name) for name in names}
+        fields = {name: get_field(self.config, name) for name in names} | {"model.num_steps": self.num_steps}
         fields |= {"data": self.data_sha256[:8], "validation data": self.validation_sha256[:8]}
         rates = ", ".join(f"{rate:g} until step {step}" for step, rate in (self.earlier_rates or {}).items())
         return fields | ({"before": rates} if rates else {})
@@ -75,6 +76,7 @@ def read_run(folder: str) -> Validated:
     return Validated(
         folder,
         opened.config,
+        opened.config.model.num_steps,
         opened.about.data_sha256,
         opened.about.validation_sha256,
         sum(math.prod(leaf.shape) for leaf in shapes.values()),
@@ -83,6 +85,16 @@ def read_run(folder: str) -> Validated:
         max(curves.get("train/tokens_per_second", {}).values(), default=None),
         opened.about.earlier_rates,
     )
+
+
+def in_other_steps(run: Validated) -> list[Validated]:
+    """The run in the other numbers of steps in which it was trained, and so validated."""
+    curves = {tag.removeprefix(f"validation/{BITS_AT}"): curve for tag, curve in read_curves(run.folder).items()}
+    return [
+        run._replace(num_steps=int(steps), curve=curve, perplexity=None)
+        for steps, curve in curves.items()
+        if steps.isdecimal()
+    ]
 
 
 def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
@@ -117,7 +129,7 @@ def table(groups: dict[str, list[Validated]]) -> str:
         unfinished = " (unfinished)" * any(max(run.curve) < run.config.steps for run in runs)
         cells = [label, str(len(runs)), distinct([run.config.seed for run in runs])]
         cells += [distinct([run.parameters for run in runs]), distinct(ends) + unfinished]
-        cells += [spread([run.perplexity for run in runs], 2)]
+        cells += [spread([run.perplexity for run in runs], 2) if runs[0].perplexity else ""]
         cells += [spread([run.end() for run in runs], 4), spread([run.best() for run in runs], 4)]
         cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
         lines.append("| " + " | ".join(cells) + " |")
@@ -157,7 +169,8 @@ def compare(folders: Sequence[str], output: str | None) -> None:
     once = {folder if "://" in folder else os.path.realpath(folder): folder for folder in reversed(folders)}
     for folder in (folder for folder in reversed(once.values()) if not pathlib.Path(folder).is_file()):
         try:
-            runs.append(read_run(folder))
+            run = read_run(folder)
+            runs += [run, *in_other_steps(run)]
         except UserError as error:
             print(f"left out: {printable(str(error))}")
     if not all(run.validation_sha256 for run in runs):  # an earlier version didn't record it

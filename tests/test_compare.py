@@ -14,13 +14,15 @@ from helpers import save_params, toy_config
 pytestmark = pytest.mark.fast
 
 
-def pretend(folder, validations: dict[int, float], kind="diffeqformer", data="hash", scored="", **changes) -> None:
-    """A run with the given validations, bits per byte by step."""
+def pretend(
+    folder, validations: dict[int, float], kind="diffeqformer", data="hash", scored="", at=None, **changes
+) -> None:
+    """A run with the given validations, bits per byte by step, and one more `at` a number of steps of depth."""
     config = toy_config(kind, steps=20, **changes)
     save_params(folder, config, {20: {"w": jnp.ones((4, 3))}}, data_sha256=data, validation_sha256=scored)
     progress = Progress(0, 20, 64, [TensorBoard(folder, 0)])
     for step, value in validations.items():
-        progress.validation(step, {"loss": value, "perplexity": value, "bits_per_byte": value})
+        progress.validation(step, {"loss": value, "perplexity": value, "bits_per_byte": value} | (at or {}))
     progress.close()
 
 
@@ -53,6 +55,18 @@ def test_seeds_of_equal_configs_are_one_row_and_others_say_what_sets_them_apart(
     results = json.loads((runs / "out" / "results.json").read_text())
     curves = [run["curve"]["20"] for run in results[ours.removeprefix("| ")]]
     assert curves == pytest.approx([2.2, 2.0])
+
+
+def test_a_run_of_several_depths_is_a_row_at_each(tmp_path, capsys):
+    pretend(tmp_path / "both", {20: 2.0}, at={"bits_per_byte_at_3": 2.25}, model__training_depths="3,6")
+    pretend(tmp_path / "whole", {20: 1.9})
+    compare.compare([str(tmp_path / "both"), str(tmp_path / "whole")], str(tmp_path / "out"))
+    rows = [line.split(" | ") for line in (tmp_path / "out" / "results.md").read_text().splitlines()[2:]]
+    assert [(row[0], row[5], row[6]) for row in rows] == [
+        ("| toy: diffeqformer, num_steps 6, training_depths ", "1.90", "1.9000"),
+        ("| toy: diffeqformer, num_steps 6, training_depths 3,6", "2.00", "2.0000"),
+        ("| toy: diffeqformer, num_steps 3, training_depths 3,6", "", "2.2500"),
+    ]
 
 
 def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):

@@ -44,7 +44,7 @@ from diffeqformer.parallel.memory import bytes_of, free_bytes, size_of
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape, number_of_slices
 from diffeqformer.planning.chips import TPUS
 from diffeqformer.rules import decay_start
-from diffeqformer.training.run import complete
+from diffeqformer.training.run import complete, saved_tokenizer
 from diffeqformer.training.step import Program
 from diffeqformer.training.trackers import check_installed
 from diffeqformer.training.utilisation import peak_of, utilisation
@@ -331,17 +331,19 @@ def tracker(names: str) -> Row:
     return check("config.tracker", remedy, lambda: hosts.is_first() and measure(), lambda _: (names, "installed", "ok"))
 
 
-def store(data: ConfigDict) -> Row:
+def store(config: ConfigDict, workdir: str) -> Row:
     """Whether the token store that a run copies from `data.remote` is there, or here already."""
+    data = config.data
 
     def is_there() -> bool:
-        folder = store_folder(data, tokenizer_of(data))
+        folder = store_folder(data, tokenizer_of(data, saved_tokenizer(config, workdir)))
         return folder.exists() or has_store(data.remote, folder.name)
 
     def judge(found):
         return "there" if all(found) else "no token store", "this config's token store", "ok" if all(found) else "wrong"
 
-    return check("config.data.remote", "put it there: diffeqformer prepare with the same options", is_there, judge)
+    remedy = "diffeqformer prepare with the same options puts it there"
+    return check("config.data.remote", remedy, is_there, judge)
 
 
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:
@@ -376,7 +378,7 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     if config:
         yield tracker(config.tracker)
     if config and config.data.remote:
-        yield store(config.data)
+        yield store(config, workdir)
 
 
 def report(rows: Iterable[Row]) -> None:

@@ -37,12 +37,11 @@ def losses_by_removal(
 
     The first is that of the whole model, without a layer.
     """
-    scorer = Scorer(model, batch_size=batch_size)
-    scorer.check_room(windows)
+    scorer = Scorer(model, batch_size=min(batch_size, len(windows)))
     whole = scorer.reader
 
     def loss(kept):
-        rows = np.array(kept)
+        scorer.reader, rows = whole, np.array(kept)  # without the weights of the last call
         layers = jax.tree.map(lambda leaf: leaf[rows], whole.weights.layers)
         weights = dataclasses.replace(whole.weights, layers=layers, step_sizes=whole.weights.step_sizes[rows])
         scorer.reader = dataclasses.replace(whole, weights=weights)

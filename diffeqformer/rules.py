@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
 from diffeqformer.data.texts import CORPORA
-from diffeqformer.depth.depths import chunk_length, layers_of, longest_grid, trained_depths
+from diffeqformer.depth.depths import chunk_length, left_out_layers, longest_grid, trained_depths
 from diffeqformer.depth.weights import DepthWeights
 from diffeqformer.fields import FIELDS
 from diffeqformer.solvers import SOLVERS
@@ -95,13 +95,13 @@ RULES = [
         f"must be fixed {NO_HYPERNETWORK}"),
     Rule("model.left_out", lambda v, c: not v or (weights_of_kind(c).fixed_depth and not c.model.span),
         "must be empty for model.kind {c.model.kind}, which has no weights per layer whose steps have the length 1"),
-    Rule("model.left_out", lambda v, c: not v or max(layers_of(v)) < c.model.num_steps > len(layers_of(v)),
+    Rule("model.left_out", lambda v, c: not v or max(left_out_layers(v)) < c.model.num_steps > len(left_out_layers(v)),
         "must be layers of the {c.model.num_steps}, counted from 0, and not all of them"),
     Rule("model.training_depths", lambda v, c: not v or not weights_of_kind(c).fixed_depth or c.model.left_out,
-        "must be left out for model.kind {c.model.kind}, which has weights for one number of steps, or come with "
+        "must be empty for model.kind {c.model.kind}, which has weights for one number of steps, or come with "
         "model.left_out"),
     Rule("model.training_depths", lambda v, c: not (v and c.model.left_out) or
-        all(0 <= c.model.num_steps - depth <= len(layers_of(c.model.left_out)) for depth in trained_depths(c.model)),
+        all(0 <= c.model.num_steps - depth <= len(left_out_layers(c.model.left_out)) for depth in trained_depths(c.model)),
         "must be at most the {c.model.num_steps} layers, and at least those that model.left_out leaves"),
     Rule("model.training_times", lambda v, c: v == "fixed" or not remembers(c),
         "must be fixed for model.solver {c.model.solver}, which extrapolates from the step before, as the first step "

@@ -5,7 +5,7 @@
 
 Each row trains the same model on the same batches: whole (the control), in the fewest layers alone, or in both numbers
 by turns. `diffeqformer leave_out` finds the layers. The text is `python_packages`; each row is scored on files of other
-packages as it trains, and on WikiText-103 before and after.
+packages before, halfway and after, and on WikiText-103 after.
 """
 
 import functools
@@ -28,7 +28,7 @@ RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
 define_flags("any_depth", at_once=2)
 
 BYTES = {"train": 2_000_000, "validation": 60_000}
-ROWS = ("whole", "fewer layers", "both")
+KINDS = ("whole", "fewer layers", "both")
 
 
 def write_texts(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -55,23 +55,24 @@ def bits_of_wikitext(workdir: pathlib.Path, text: pathlib.Path, depths: list[int
 
 
 def work(texts: dict[str, pathlib.Path], wikitext: pathlib.Path, row: str, cores: list[int] | None) -> dict:
-    """Train a row.
+    """Train a row, named by its kind and its seed.
 
     Returns:
         bits per byte of the Python text by depth and step, and of WikiText-103 by depth after training.
     """
-    base, workdir = folder_of("pretrained"), folder_of(row)
+    base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(", seed ")
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     fewest = layers - len(LEFT_OUT.value)
-    depths = {"whole": [layers], "fewer layers": [fewest], "both": [fewest, layers]}[row]
+    depths = {"whole": [layers], "fewer layers": [fewest], "both": [fewest, layers]}[kind]
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", "--config.data.task=python_packages"]
-    if row != "whole":
+    if kind != "whole":
         options += [f"--config.model.left_out={','.join(LEFT_OUT.value)}"]
         options += [f"--config.model.training_depths={','.join(map(str, depths))}"]
     options += [f"--config.data.{split}_files={path}" for split, path in texts.items()]
     options += ["--config.data.tokenizer=huggingface", f"--config.data.tokenizer_file={tokenizer}"]
     options += ["--config.sequence_length=512", "--config.batch_size=2", "--config.model.remat=none"]
+    options += [f"--config.seed={seed}"]
     options += [f"--config.steps={STEPS.value}", f"--config.eval_every={-(-STEPS.value // 2)}"]
     options += ["--config.checkpoint_every=100", "--config.checkpoints_kept=1", "--config.log_every=10"]
     train(workdir, [*options, f"--config.optimizer.learning_rate={RATE.value:g}"], cores)
@@ -84,7 +85,8 @@ def main(_) -> None:
     folder = pathlib.Path(flags.FLAGS.folder)
     texts = write_texts(folder)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
-    run_rows(ROWS, str, functools.partial(work, texts, folder / "wikitext-validation.txt"))
+    rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in KINDS]
+    run_rows(rows, str, functools.partial(work, texts, folder / "wikitext-validation.txt"))
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def analyze_seeds(figure: str, parts: str, *models: str) -> tuple[Command, ...]:
     return (study("perplexity"), *reports, means)
 
 
-def text(shows: str, published: str) -> Exhibit:
-    """What needs no command."""
+def no_command(shows: str, published: str) -> Exhibit:
+    """An exhibit that no command makes."""
     return Exhibit(shows, published, (), ())
 
 
@@ -207,7 +207,7 @@ EXHIBITS = {
         (study("perplexity"), study("llama")),
         scored("table-2", "small", "small:gpt", "medium", "medium:gpt", "large", "large:gpt") + LLAMA_AT_SCALE,
     ),
-    "table 3": text("sizes of the vanilla models", "117M, 345M, 762M, 1213M (docs/fidelity.md)"),
+    "table 3": no_command("sizes of the vanilla models", "117M, 345M, 762M, 1213M (docs/fidelity.md)"),
     "table 4": DOWNSTREAM,
     "table 5": DOWNSTREAM_LLAMA,
     "table 6": Exhibit(
@@ -216,7 +216,7 @@ EXHIBITS = {
         SIZES,
         SIZES_OF_MEDIUM,
     ),
-    "figure 1": text("the architecture", "a picture; docs/architecture.md has this project's"),
+    "figure 1": no_command("the architecture", "a picture; docs/architecture.md has this project's"),
     "figure 2": Exhibit(
         "spectra of QK and OV over time, induction scores, and how sharp attention is; clusters of the simulation with "
         "constant and growing weights",
@@ -249,7 +249,7 @@ EXHIBITS = {
         ),
         finetuned("openwebtext", "wikitext103", "test") + finetuned("wikitext103", "openwebtext", "validation"),
     ),
-    "figure 6": text("a picture that our text of the paper doesn't mention", "not at hand"),
+    "figure 6": no_command("a picture", "not at hand: the text of the paper doesn't mention it"),
     "figure 7": Exhibit(
         "Adam's second beta, 0.95 and 0.999, for DiffEqFormer and GPT",
         "a lower value is better for DiffEqFormer-large, the standard one, 0.999, for GPT-large",
@@ -275,17 +275,19 @@ EXHIBITS = {
     "figure 14": Exhibit("perplexity by d_emb", "better up to 144", EMBEDDING, EMBEDDING_OF_LARGE),
     "figure 15": Exhibit("throughput by d_emb", "a slight fall", SIZES, SIZES_OF_MEDIUM),
     "figure 16": Exhibit("memory by d_emb", "grows less than the parameters", SIZES, SIZES_OF_MEDIUM),
-    "figure 17": text("the two designs of Figure 18", "a picture; diffeqformer/depth/generated.py has both"),
+    "figure 17": no_command("the two designs of Figure 18", "a picture; diffeqformer/depth/generated.py has both"),
     "figure 18": Exhibit(
         "one MLP of t for all weights, or one for each",
         "one for each is better",
         (study("design"),),
         (study("design", f"--config=configs/medium.py {AT_SCALE}"),),
     ),
-    "appendix A": text("weights as functions of time", "the formulas of diffeqformer/depth/generated.py"),
-    "appendix B": text("the Lyapunov exponent and its derivation", "the formulas of diffeqformer/analysis/lyapunov.py"),
-    "appendix C": text("data, settings and baselines", "what configs/ and docs/fidelity.md say; Figures 7 to 13"),
-    "appendix D": text("ablations", "Table 6 and Figures 14 to 18"),
+    "appendix A": no_command("weights as functions of time", "the formulas of diffeqformer/depth/generated.py"),
+    "appendix B": no_command(
+        "the Lyapunov exponent and its derivation", "the formulas of diffeqformer/analysis/lyapunov.py"
+    ),
+    "appendix C": no_command("data, settings and baselines", "what configs/ and docs/fidelity.md say; Figures 7 to 13"),
+    "appendix D": no_command("ablations", "Table 6 and Figures 14 to 18"),
     "appendix E": Exhibit(
         "spectra of QK and OV: models of OpenWebText and of WikiText-103, and vanilla transformers; at tiny scale, of "
         "one text",

@@ -26,7 +26,9 @@ from exhibits import EXHIBITS, Command, Exhibit
 from published import show_beside_published
 
 TABLE, FIGURE, APPENDIX = (
-    flags.DEFINE_enum(kind, None, [name.split()[1] for name in EXHIBITS if name.startswith(kind)], "Of the paper.")
+    flags.DEFINE_enum(
+        kind, None, [name.split()[1] for name in EXHIBITS if name.startswith(kind)], f"The {kind} to make."
+    )
     for kind in ("table", "figure", "appendix")
 )
 LIST = flags.DEFINE_bool("list", False, "Show all tables, figures and appendices, with their commands.")

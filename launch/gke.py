@@ -88,8 +88,8 @@ def hosts_of(tpu: str, slices: int) -> tuple[dict, dict, int]:
 def gpus_of(gpu: str) -> tuple[dict, dict]:
     """The node selector of GPU nodes, and what each pod takes."""
     kind, _, number = gpu.partition(":")
-    if kind not in GPUS or number not in ("1", "2", "4", "8"):
-        fail(f"--gpu: must be 1, 2, 4 or 8 of {', '.join(GPUS)}, such as h100:8, but it is {gpu}")
+    if kind not in GPUS or number not in ("1", "2", "4", "8") or (kind == "h200" and number != "8"):
+        fail(f"--gpu: must be 1, 2, 4 or 8 of a100 or h100, or 8 of h200, such as h100:8, but it is {gpu}")
     return {"cloud.google.com/gke-accelerator": GPUS[kind]}, {"nvidia.com/gpu": int(number)}
 
 

@@ -133,7 +133,7 @@ needs() { # print what a real run of the command needs
   echo "# needs gcloud ($(command -v gcloud || echo "not installed here")) and 'gcloud auth login'"
   echo "# needs ${PROJECT:-a project} with billing and the APIs tpu.googleapis.com, compute.googleapis.com,\
  storage.googleapis.com for gs://${NFS:+ and file.googleapis.com for a Filestore}"
-  [[ $type != tpu7x-* ]] || echo "# needs tpu7x to be served by this API: by Google's pages only GKE is, see launch/gke.py"
+  [[ $type != tpu7x-* ]] || echo "# needs this API to serve tpu7x; by Google's pages only GKE does: launch/gke.py"
   [[ ! $command =~ ^(create|resume|watch)$ ]] || echo "# needs quota in $ZONE for $slices x $type${spot:+, preemptible}"
   [[ $command == delete ]] ||
     echo "# needs $key, also in the ssh agent, if one runs, and a firewall that lets port 22 in"
@@ -284,7 +284,6 @@ run() {
   start "$options"
   [[ -z $dry ]] || return 0
   rm -f "$here/examined"
-  remember DOCTOR
   echo "$options" >"$here/options" # not earlier: the options of another run in progress must stay
 }
 
@@ -299,7 +298,10 @@ resume() {
   if [[ $state != ACTIVE || ! -e $here/ready ]]; then
     create
     if [[ -f $here/commit ]]; then setup "$(<"$here/commit")"; else setup; fi
-    [[ ${DOCTOR-1} == 0 ]] || examine "$options"
+    [[ ${DOCTOR-1} == 0 ]] || examine "$options" || { # so that the next attempt examines them, too
+      rm -f "$here/ready"
+      exit 1
+    }
   fi
   start "$options"
 }

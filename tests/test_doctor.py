@@ -102,13 +102,13 @@ def test_what_a_config_names_must_be_there(monkeypatch, tmp_path):
     assert doctor.tracker("tensorboard").verdict == "ok"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert doctor.tracker("wandb,tensorboard").found.startswith("process 0: config.tracker: wandb isn't installed;")
-    data = toy_config(data__dir=str(tmp_path / "here"), data__remote=f"file://{tmp_path}/there").data
-    assert doctor.store(data).verdict == "wrong"
-    name = doctor.store_folder(data, doctor.tokenizer_of(data)).name
+    config = toy_config(data__dir=str(tmp_path / "here"), data__remote=f"file://{tmp_path}/there")
+    assert doctor.store(config, str(tmp_path)).verdict == "wrong"
+    name = "python_stdlib-bytes"
     (tmp_path / "there" / name).mkdir(parents=True)
-    assert doctor.store(data).verdict == "wrong"
+    assert doctor.store(config, str(tmp_path)).verdict == "wrong"
     (tmp_path / "there" / name / "store.json").touch()
-    assert doctor.store(data).verdict == "ok"
+    assert doctor.store(config, str(tmp_path)).verdict == "ok"
 
 
 def test_rows_are_printed_as_they_come_and_what_is_wrong_ends_with_a_sentence(capsys):

@@ -192,20 +192,16 @@ def test_another_slice_is_not_set_up_until_a_setup_succeeds(cloud, command, stat
     cloud(TPU, command, ZONE="z", states=states)
     done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3, BROKEN="scp")
     assert done.returncode == 1 and verbs_of(calls)[-1] == "scp"
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3)
+    slice_there = {"ZONE": "z", "states": ["ACTIVE"] * 3}
+    for _ in range(2):  # if something is wrong with a new slice, no attempt starts the run
+        done, calls = cloud(TPU, "resume", **slice_there, BROKEN="diffeqformer.doctor")
+        assert done.returncode == 1 and verbs_of(calls)[-2:] == ["ssh", "ssh"]
+    done, calls = cloud(TPU, "resume", **slice_there)
     assert done.returncode == 0 and verbs_of(calls)[-4:] == ["scp", "ssh", "ssh", "ssh"]
 
 
 def test_a_dry_run_calls_and_writes_nothing(cloud):
-    for command in (
-        ["create"],
-        ["setup"],
-        ["run", "--config=configs/large.py"],
-        ["watch"],
-        ["stop"],
-        ["resume"],
-        ["delete"],
-    ):
+    for command in ("create", "setup", "run --config=configs/large.py", "watch", "stop", "resume", "delete"):
         done, calls = cloud(TPU, "--dry-run", *command.split(), ZONE="z")
         assert done.returncode == 0 and calls == [] and done.stderr.startswith("+ g"), done.stderr
         assert "tpu.googleapis.com" in done.stdout and all(line.startswith("# ") for line in done.stdout.splitlines())

@@ -1,4 +1,4 @@
-"""The numbers of steps of depth among which training draws (`model.training_depths`)."""
+"""The numbers of steps of depth among which training draws, and the layers that fewer steps leave out."""
 
 import math
 
@@ -26,7 +26,7 @@ def shares_of_depths(text: str) -> dict[int, float]:
     return {steps: weights[steps] / sum(weights.values()) for steps in sorted(weights)}
 
 
-def layers_of(text: str) -> tuple[int, ...]:
+def left_out_layers(text: str) -> tuple[int, ...]:
     """The layers that fewer steps leave out, in this order, from `left_out`, such as "16,17,14".
 
     Raises:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from diffeqformer.depth.depths import layers_of
+from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import add_adapters
 from diffeqformer.depth.weights import DepthWeights
@@ -60,7 +60,7 @@ class PerLayerWeights(PlainWeights):
 
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         super().__init__(layers, (config.num_steps,), rngs)
-        self.num_layers, self.left_out, self.adapter_scale = config.num_steps, layers_of(config.left_out), 1.0
+        self.num_layers, self.left_out, self.adapter_scale = config.num_steps, left_out_layers(config.left_out), 1.0
         if config.lora_rank:
             add_adapters(self.layers, layers, config.lora_layers, config.lora_rank, config.lora_start, rngs)
             self.adapter_scale = config.lora_alpha / config.lora_rank

@@ -25,7 +25,7 @@ class DepthWeights(nnx.Module):
     generates_kernels: their kernels are products with a projection P (`diffeqformer.depth.projection`).
     sinusoidal: they read the time as sines and cosines.
     constant: one set is used at all times, and there is no axis T.
-    fixed_depth: there is one set for each step, and the number of steps is fixed.
+    fixed_depth: there is one set for each step. Fewer steps can leave out some (`model.left_out`).
     precision: that of the products with P (`diffeqformer.fields.layers.PRECISIONS`).
     """
 

@@ -79,7 +79,7 @@ def check_room(model: Transformer, steps: int, length: int, texts: int, option: 
     """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
 
     Args:
-        steps: of depth in which each text is read, over all of its caches.
+        steps: of depth.
         length: positions of each.
         divided: whether they are divided over devices, as a hypernetwork's weights are at most.
     """

@@ -73,7 +73,7 @@ def refused(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Int[Array, 
     return jnp.where(jnp.isfinite(logits.max(axis=-1)), tokens, -1).astype(jnp.int32)
 
 
-def checked(tokens: Array | np.ndarray) -> Int[np.ndarray, "..."]:
+def checked(tokens: Array) -> Int[np.ndarray, "..."]:
     """Tokens on the host; raises `NotFinite` if one of them was `refused`."""
     tokens = np.asarray(tokens)
     if (tokens < 0).any():

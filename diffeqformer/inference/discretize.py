@@ -24,7 +24,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     It keeps the solver of training, unless that solver needs weights at several times per step. Then it uses Euler.
     """
     config = config.copy_and_resolve_references()
-    if num_steps != config.model.num_steps:
+    if config.model.left_out and num_steps != config.model.num_steps:
         config.model.update(left_out="", training_depths="")
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights.generated:

@@ -99,7 +99,9 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
     if weights.fixed_depth:
         raise UserError(
             f"config.model.num_steps: must be {model.num_steps}, because {config.base} holds a model of the kind "
-            f"{model.kind} with weights for {counted(model.num_steps, 'step')} only, but it is {steps}"
+            f"{model.kind} with weights for {counted(model.num_steps, 'step')}, but it is {steps}"
+            + f"; materialize --num_steps={steps} first, and take that as the base"
+            * bool(model.left_out)
         )
     if weights.generated and not (config.model.training_depths or "model.training_depths" in given):
         known = sorted({*(trained_depths(model) if model.training_depths else ()), steps})

@@ -63,14 +63,15 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         program: with the attention of the devices that are meant. Its own may be of any kind.
 
     Raises:
-        UserError: if weights are made in chunks, which has other loops.
+        UserError: if weights are made in chunks, which has other loops, or if layers are left out, as others are copied.
     """
     config, model, state = program.config, program.config.model, program.state_shapes
     num_steps = max(program.depths)
-    if model.generate_chunk:
+    if model.generate_chunk or model.left_out:
+        name = "generate_chunk" if model.generate_chunk else "left_out"
         raise UserError(
-            "config.model.generate_chunk: must be 0 in a plan for GPUs, which goes by the loops over all steps, but it "
-            f"is {model.generate_chunk}"
+            f"config.model.{name}: must be left out in a plan for GPUs, which goes by the loops over all steps, but it "
+            f"is {model[name]}"
         )
     steps, compute = longest_grid(model, num_steps), jnp.dtype(model.dtype).itemsize
     examples = program.batch_sharding.shard_shape((config.batch_size, 1))[0] // config.microbatches

@@ -11,7 +11,7 @@ from diffeqformer.transformer import vector_field
 
 PEAKS = {  # dense bfloat16 FLOP/s of a device, from data sheets; the first name that is a prefix of its kind counts
     "NVIDIA A100": 312e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H100": 989e12,
-    "NVIDIA H200 NVL": 835e12, "NVIDIA H200": 989e12, "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA H200 NVL": 835e12, "NVIDIA H200": 989e12,
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6": 918e12,
     "TPU7x": 2307e12 / 2,
 }  # fmt: skip

@@ -61,6 +61,12 @@ def chunks_have_steps(config: ConfigDict) -> bool:
     return all(steps == 1 or chunk_length(steps, most) > 1 for steps in lengths)
 
 
+def layers_suffice(config: ConfigDict) -> bool:
+    """Whether every number of layers in training is that of the model, less some that it can leave out."""
+    most = len(left_out_layers(config.model.left_out))
+    return all(0 <= config.model.num_steps - depth <= most for depth in trained_depths(config.model))
+
+
 OF_HEADS = ("model.heads", "model.head_width", "model.key_value_heads", "model.rotary_fraction")
 """Fields whose rules a saved config must satisfy, too, even those that depend on other fields."""
 
@@ -100,8 +106,7 @@ RULES = [
     Rule("model.training_depths", lambda v, c: not v or not weights_of_kind(c).fixed_depth or c.model.left_out,
         "must be empty for model.kind {c.model.kind}, which has weights for one number of steps, or come with "
         "model.left_out"),
-    Rule("model.training_depths", lambda v, c: not (v and c.model.left_out) or
-        all(0 <= c.model.num_steps - depth <= len(left_out_layers(c.model.left_out)) for depth in trained_depths(c.model)),
+    Rule("model.training_depths", lambda v, c: not (v and c.model.left_out) or layers_suffice(c),
         "must be at most the {c.model.num_steps} layers, and at least those that model.left_out leaves"),
     Rule("model.training_times", lambda v, c: v == "fixed" or not remembers(c),
         "must be fixed for model.solver {c.model.solver}, which extrapolates from the step before, as the first step "

@@ -63,7 +63,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         program: with the attention of the devices that are meant. Its own may be of any kind.
 
     Raises:
-        UserError: if weights are made in chunks, which has other loops, or if layers are left out, as others are copied.
+        UserError: if weights are made in chunks, which has other loops, or layers are left out: others are copied.
     """
     config, model, state = program.config, program.config.model, program.state_shapes
     num_steps = max(program.depths)

@@ -26,7 +26,7 @@ RATE = flags.DEFINE_float("rate", 8e-3, "Learning rate.")
 STEPS = flags.DEFINE_integer("steps", 10, "Steps of training.", lower_bound=1)
 OUTPUT = flags.DEFINE_string("output", "runs/coordinates.png", "The picture.")
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "tiny.py"
-SWEEPS = {"width": (48, 96, 192, 384), "num_steps": (2, 4, 8, 16, 32), "time_embed_dim": (4, 12, 24, 48, 96)}
+SWEEPS = {"width": (64, 128, 256, 512), "num_steps": (2, 4, 8, 16, 32), "time_embed_dim": (4, 12, 24, 48, 96)}
 MEASURED = ("kernel", "state", "logits")
 UNIT = {"solver": "lie_trotter", "generator_start": "unit", "base_width": 96}
 
@@ -36,7 +36,7 @@ def config_of(changes: dict):
     config = runpy.run_path(str(CONFIG))["get_config"]("diffeqformer")
     config.update(steps=10**6, sequence_length=64)
     config.model.update({"field": BLOCK.value, "norm_of_norm": False, "generator_start": "published"} | changes)
-    config.model.update(heads=config.model.width // 24, mlp=4 * config.model.width)
+    config.model.update(heads=config.model.width // 32, mlp=4 * config.model.width)
     config.optimizer.update(learning_rate=RATE.value, warmup_fraction=0.0, epsilon=1e-12)
     check_config(config, 1)
     return config

@@ -267,13 +267,15 @@ REFUSED = (
     ("ours", {"data__tokenizer": "gpt2"}, "data.tokenizer: must be the tokenizer of config.base, bytes, but .* gpt2"),
     ("ours", {"model__num_steps": 0}, "model.num_steps: must be at least 1 and at most 65,536, but it is 0"),
     ("ours", {"model__lora_rank": 33}, "model.lora_rank: must not exceed .*, 32 in qkv, but it is 33"),
-    ("gpt", {"model__num_steps": 9}, "model.num_steps: must be 6, because .* weights for 6 steps only, but it is 9"),
+    ("thin", {"model__num_steps": 4}, "model.num_steps: must be 6, .*; materialize --num_steps=4 first, and take that"),
+    ("gpt", {"model__num_steps": 9}, "model.num_steps: must be 6, because .* weights for 6 steps, but it is 9$"),
 )
 
 
 def test_what_does_not_fit_the_base_is_refused(tmp_path):
     save_base(tmp_path / "ours", toy_config())
     save_base(tmp_path / "gpt", toy_config("gpt"))
+    save_base(tmp_path / "thin", toy_config("gpt", model__left_out="1,2"))
     for base, changes, sentence in REFUSED:
         with pytest.raises(UserError, match=f"^config.{sentence}"):
             loop.train(new_config(tmp_path / base, **changes), tmp_path / "new")

@@ -66,8 +66,11 @@ def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
 
 
 def test_a_plan_for_gpus_goes_by_loops_over_all_steps():
-    with pytest.raises(UserError, match="^config.model.generate_chunk: must be 0 in a plan for GPUs, .* but it is 2"):
-        on_a_gpu(toy_config(model__generate_chunk=2))
+    chunked, thin = toy_config(model__generate_chunk=2), toy_config("gpt", model__left_out="1,2")
+    for config, field, value in ((chunked, "generate_chunk", "2"), (thin, "left_out", "1,2")):
+        sentence = f"^config.model.{field}: must be left out in a plan for GPUs, .* but it is {value}$"
+        with pytest.raises(UserError, match=sentence):
+            on_a_gpu(config)
 
 
 def test_a_plan_for_gpus_knows_that_shifted_grids_have_one_more_step():

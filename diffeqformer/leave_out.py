@@ -64,6 +64,7 @@ def plot(removed: list[int], losses: list[float], layers: int, path: pathlib.Pat
     for layer, number, loss in zip(removed, numbers[1:], losses[1:]):
         panel.annotate(f"{layer}", (number, loss), xytext=(4, 4), textcoords="offset points")
     panel.set(xlabel="layers (at each point, the one that is left out there)", ylabel="loss, nats per token")
+    panel.set_xticks(numbers, labels=list(map(str, numbers)))
     panel.invert_xaxis()
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

@@ -65,15 +65,15 @@ class Validated(NamedTuple):
         return self.curve[self.best_step()]
 
 
-def read_run(folder: str) -> Validated:
-    """Read a run's config and curves."""
+def read_run(folder: str) -> list[Validated]:
+    """Read a run's config and curves: in its own number of steps first, then in others in which it was trained."""
     opened = checkpoint.open_to_read(folder)
     shapes = checkpoint.saved_arrays(opened.folder, opened.step, REPLACED)
     curves = read_curves(folder)
     curve = {step: bits for step, bits in curves.get(METRIC, {}).items() if not math.isnan(bits)}
     if not curve:
         raise UserError(f"{folder}: there is no validation here yet, or its text has unknown ids and so no bits/byte")
-    return Validated(
+    run = Validated(
         folder,
         opened.config,
         opened.config.model.num_steps,
@@ -85,16 +85,9 @@ def read_run(folder: str) -> Validated:
         max(curves.get("train/tokens_per_second", {}).values(), default=None),
         opened.about.earlier_rates,
     )
-
-
-def in_other_steps(run: Validated) -> list[Validated]:
-    """The run in the other numbers of steps in which it was trained, and so validated."""
-    curves = {tag.removeprefix(f"validation/{BITS_AT}"): curve for tag, curve in read_curves(run.folder).items()}
-    return [
-        run._replace(num_steps=int(steps), curve=curve, perplexity=None)
-        for steps, curve in curves.items()
-        if steps.isdecimal()
-    ]
+    at = {tag.removeprefix(f"validation/{BITS_AT}"): curve for tag, curve in curves.items()}
+    others = {int(steps): curve for steps, curve in at.items() if steps.isdecimal()}
+    return [run, *(run._replace(num_steps=n, curve=curve, perplexity=None) for n, curve in others.items())]
 
 
 def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
@@ -169,8 +162,7 @@ def compare(folders: Sequence[str], output: str | None) -> None:
     once = {folder if "://" in folder else os.path.realpath(folder): folder for folder in reversed(folders)}
     for folder in (folder for folder in reversed(once.values()) if not pathlib.Path(folder).is_file()):
         try:
-            run = read_run(folder)
-            runs += [run, *in_other_steps(run)]
+            runs += read_run(folder)
         except UserError as error:
             print(f"left out: {printable(str(error))}")
     if not all(run.validation_sha256 for run in runs):  # an earlier version didn't record it

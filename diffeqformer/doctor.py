@@ -324,26 +324,23 @@ def folders(workdir: str, data: str | None, needs: Needs) -> Iterator[Row]:
         yield row._replace(verdict="unknown") if row.verdict == "wrong" else row  # what is there needn't be written
 
 
-def tracker(names: str) -> Row:
-    """Whether a config's trackers are installed where they are used, on process 0."""
+def named(config: ConfigDict, workdir: str) -> Iterator[Row]:
+    """Rows for what a config names: its trackers, which process 0 uses, and its token store at `data.remote`."""
+    names, data = config.tracker, config.data
     remedy = "install what is missing on the first host, or choose another config.tracker"
-    measure = functools.partial(check_installed, names)
-    return check("config.tracker", remedy, lambda: hosts.is_first() and measure(), lambda _: (names, "installed", "ok"))
-
-
-def store(config: ConfigDict, workdir: str) -> Row:
-    """Whether the token store that a run copies from `data.remote` is there, or here already."""
-    data = config.data
+    installed = functools.partial(check_installed, names if hosts.is_first() else "")
+    yield check("config.tracker", remedy, installed, lambda _: (names, "installed", "ok"))
 
     def is_there() -> bool:
         folder = store_folder(data, tokenizer_of(data, saved_tokenizer(config, workdir)))
         return folder.exists() or has_store(data.remote, folder.name)
 
-    def judge(found):
-        return "there" if all(found) else "no token store", "this config's token store", "ok" if all(found) else "wrong"
+    def judge(found: Sequence[bool]) -> tuple[str, str, str]:
+        return ("there", "", "ok") if all(found) else ("no token store of this config", "", "wrong")
 
-    remedy = "diffeqformer prepare with the same options puts it there"
-    return check("config.data.remote", remedy, is_there, judge)
+    if data.remote:
+        remedy = "diffeqformer prepare with the same options puts it there"
+        yield check("config.data.remote", remedy, is_there, judge)
 
 
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:
@@ -376,9 +373,7 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     yield from all_reduces(needs.mesh)
     yield from folders(workdir, config and config.data.dir, needs)
     if config:
-        yield tracker(config.tracker)
-    if config and config.data.remote:
-        yield store(config, workdir)
+        yield from named(config, workdir)
 
 
 def report(rows: Iterable[Row]) -> None:

@@ -23,7 +23,7 @@ from diffeqformer.console.results import write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 LEFT_OUT = flags.DEFINE_list("left_out", None, "Layers that are left out, in this order.", required=True)
-STEPS = flags.DEFINE_integer("steps", 300, "Steps of training, of 1,024 tokens each.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 150, "Steps of training, of 1,024 tokens each.", lower_bound=1)
 RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
 define_flags("any_depth", at_once=2)
 

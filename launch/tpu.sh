@@ -28,7 +28,7 @@
 #   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs. All hosts must share the work folder, so this
 #            is needed unless --workdir is on gs://
 #   EXTRAS   more extras of the package for setup to install, such as eval, which downstream needs
-#   DOCTOR   0 to start a run without examining the hosts, also new ones (1)
+#   DOCTOR   0 to start or resume a run without examining the hosts (1)
 #   PAUSE    seconds between two checks of the slice's state (30)
 
 set -euo pipefail

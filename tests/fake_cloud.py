@@ -25,6 +25,7 @@ elif [[ "$*" == *" ssh "* && "$*" != *"/uv venv"* && -n ${HOST_FOLDER-} ]]; then
   for word; do [[ $word != --command=* ]] || { cd "$HOST_FOLDER" && exec bash -c "${word#--command=}"; }; done
 fi
 [[ "$*" != *" ${BROKEN:-nothing} "* ]] || exit 1
+[[ "$0" != */srun || $JAX_PLATFORMS == cuda,cpu ]] || exit 9
 exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash

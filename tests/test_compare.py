@@ -71,12 +71,12 @@ def test_a_run_of_several_depths_is_a_row_at_each(tmp_path, capsys):
 
 def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
     pretend(runs / "elsewhere", {20: 2.0}, seed=5, data="another")
-    ours, elsewhere = (compare.read_run(str(runs / name)) for name in ("ours-1", "elsewhere"))
+    ours, elsewhere = (compare.read_run(str(runs / name))[0] for name in ("ours-1", "elsewhere"))
     assert list(compare.grouped([ours, elsewhere])) == [f"toy: diffeqformer, data {n}" for n in ("hash", "another")]
     compare.compare([ours.folder, elsewhere.folder], str(runs / "out"))
     assert "WARNING: these runs read different tokens" in capsys.readouterr().out
     pretend(runs / "hard", {20: 2.0}, scored="hard")
-    hard = compare.read_run(str(runs / "hard"))
+    [hard] = compare.read_run(str(runs / "hard"))
     compare.compare([hard.folder, ours.folder], str(runs / "out2"))  # ours is of an earlier version, without a hash
     said = capsys.readouterr().out
     assert "WARNING" not in said and "| toy: diffeqformer | 2 | 0, 1 |" in said

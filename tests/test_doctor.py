@@ -99,16 +99,20 @@ def test_a_disk_that_is_full_is_wrong_and_nothing_stays_on_it(monkeypatch, tmp_p
 
 def test_what_a_config_names_must_be_there(monkeypatch, tmp_path):
     """Its tracker, and its token store at a URL or here."""
-    assert doctor.tracker("tensorboard").verdict == "ok"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert doctor.tracker("wandb,tensorboard").found.startswith("process 0: config.tracker: wandb isn't installed;")
     config = toy_config(data__dir=str(tmp_path / "here"), data__remote=f"file://{tmp_path}/there")
-    assert doctor.store(config, str(tmp_path)).verdict == "wrong"
+
+    def rows():
+        return list(doctor.named(config, str(tmp_path)))
+
+    assert verdicts(rows()) == ["ok", "wrong"]
     name = "python_stdlib-bytes"
     (tmp_path / "there" / name).mkdir(parents=True)
-    assert doctor.store(config, str(tmp_path)).verdict == "wrong"
+    assert verdicts(rows()) == ["ok", "wrong"]
     (tmp_path / "there" / name / "store.json").touch()
-    assert doctor.store(config, str(tmp_path)).verdict == "ok"
+    assert verdicts(rows()) == ["ok", "ok"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config.tracker = "wandb,tensorboard"
+    assert rows()[0].found.startswith("process 0: config.tracker: wandb isn't installed;")
 
 
 def test_rows_are_printed_as_they_come_and_what_is_wrong_ends_with_a_sentence(capsys):

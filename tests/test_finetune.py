@@ -268,6 +268,7 @@ REFUSED = (
     ("ours", {"model__num_steps": 0}, "model.num_steps: must be at least 1 and at most 65,536, but it is 0"),
     ("ours", {"model__lora_rank": 33}, "model.lora_rank: must not exceed .*, 32 in qkv, but it is 33"),
     ("thin", {"model__num_steps": 4}, "model.num_steps: must be 6, .*; materialize --num_steps=4 first, and take that"),
+    ("thin", {"model__num_steps": 3}, "model.num_steps: must be 6, .* with weights for 6 steps, but it is 3$"),
     ("gpt", {"model__num_steps": 9}, "model.num_steps: must be 6, because .* weights for 6 steps, but it is 9$"),
 )
 

@@ -234,7 +234,7 @@ def test_what_is_missing_is_one_sentence(cloud, arguments, settings, sentence):
 
 @pytest.mark.parametrize("status, more", [(0, []), (143, ["scontrol requeue 7"]), (1, [])])
 def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "5"}
+    slurm = {"JAX_PLATFORMS": "", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "5"}
     done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), **slurm)
     step, options = "srun --cpus-per-task=5 --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer", "configs/large.py"
     doctor, program = f"{step}.doctor --undefok=verify --config={options}", f"{step}.main --config={options}"

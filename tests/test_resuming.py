@@ -74,7 +74,7 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
     assert (ours / "ended-8" / "trackers").is_dir() and not (ours / "trackers").exists()
     jax.tree.map(np.testing.assert_array_equal, split_model(ended.model)[1], first)
     assert max(curves(ours / "ended-8")["validation/loss"]) == 8
-    assert compare.read_run(str(ours / "ended-8")).end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]
+    assert compare.read_run(str(ours / "ended-8"))[0].end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]
 
 
 @pytest.mark.long
@@ -107,7 +107,7 @@ def test_a_lower_rate_makes_another_run(tmp_path, short_stores, monkeypatch, one
     rates = curves(tmp_path / "run")["train/learning_rate"]
     assert rates[4] == pytest.approx(1e-3) and rates[5] == rates[6] == pytest.approx(5e-4)
     assert "until step 4 the peak learning rate was 0.001" in inspect.text(inspect.inspect_run(tmp_path / "run"))
-    found = compare.read_run(str(tmp_path / "run"))
+    [found] = compare.read_run(str(tmp_path / "run"))
     assert found.setting()["before"] == "0.001 until step 4"
     assert [checkpoint.load(folder).step for folder in (tmp_path / "run", tmp_path / "run" / "ended-8")] == [12, 8]
 

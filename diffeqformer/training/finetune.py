@@ -17,7 +17,7 @@ from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.folder import BEST, Damaged, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.config_fields import CONFIG_FIELDS
-from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.depths import left_out_layers, trained_depths
 from diffeqformer.errors import UserError, counted, reachable
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.parallel.memory import check_free
@@ -97,11 +97,12 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
     if "model.num_steps" not in given or steps == model.num_steps:
         return
     if weights.fixed_depth:
+        smaller = range(model.num_steps - len(left_out_layers(model.left_out)), model.num_steps)
         raise UserError(
             f"config.model.num_steps: must be {model.num_steps}, because {config.base} holds a model of the kind "
             f"{model.kind} with weights for {counted(model.num_steps, 'step')}, but it is {steps}"
             + f"; materialize --num_steps={steps} first, and take that as the base"
-            * bool(model.left_out)
+            * (steps in smaller)
         )
     if weights.generated and not (config.model.training_depths or "model.training_depths" in given):
         known = sorted({*(trained_depths(model) if model.training_depths else ()), steps})

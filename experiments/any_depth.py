@@ -9,17 +9,14 @@ packages before, halfway and after, and on WikiText-103 after.
 """
 
 import functools
-import json
 import pathlib
 
-import numpy as np
 from absl import app, flags
 from common import articles_of_wikitext, curve, define_flags, folder_of, report, run_rows, train
-from python_packages import documents
+from python_packages import write_corpus
 
 from diffeqformer.checkpoints.checkpoint import load_config
 from diffeqformer.console.progress import BITS_AT
-from diffeqformer.console.results import write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 LEFT_OUT = flags.DEFINE_list("left_out", None, "Layers that are left out, in this order.", required=True)
@@ -31,22 +28,6 @@ BYTES = {"train": 2_000_000, "validation": 60_000}
 KINDS = ("whole", "fewer layers", "both")
 
 
-def write_texts(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Write whole files of each split of `python_packages`, up to `BYTES`.
-
-    Returns:
-        their paths.
-    """
-    paths = {split: folder / f"python-{split}.jsonl" for split in BYTES}
-    if not all(path.exists() for path in paths.values()):
-        folder.mkdir(parents=True, exist_ok=True)
-        for split, texts in documents().items():
-            ends = np.cumsum([len(text.encode()) for text in texts])
-            chosen = texts[: np.searchsorted(ends, BYTES[split], side="right")]
-            write_text(paths[split], "".join(json.dumps({"text": text}) + "\n" for text in chosen))
-    return paths
-
-
 def bits_of_wikitext(workdir: pathlib.Path, text: pathlib.Path, depths: list[int], cores: list[int] | None) -> dict:
     """The bits per byte of a run's newest checkpoint, by depth, in windows as in training."""
     options = [f"--files={text}", "--perplexity=full", "--batch_size=2", "--window=512", "--stride=512"]
@@ -54,7 +35,7 @@ def bits_of_wikitext(workdir: pathlib.Path, text: pathlib.Path, depths: list[int
     return {str(row["num_steps"]): row["bits_per_byte"] for row in rows["rows"]}
 
 
-def work(texts: dict[str, pathlib.Path], wikitext: pathlib.Path, row: str, cores: list[int] | None) -> dict:
+def work(text: list[str], wikitext: pathlib.Path, row: str, cores: list[int] | None) -> dict:
     """Train a row, named by its kind and its seed.
 
     Returns:
@@ -65,11 +46,10 @@ def work(texts: dict[str, pathlib.Path], wikitext: pathlib.Path, row: str, cores
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     fewest = layers - len(LEFT_OUT.value)
     depths = {"whole": [layers], "fewer layers": [fewest], "both": [fewest, layers]}[kind]
-    options = ["--config=configs/tiny.py:llama", f"--config.base={base}", "--config.data.task=python_packages"]
+    options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]
     if kind != "whole":
         options += [f"--config.model.left_out={','.join(LEFT_OUT.value)}"]
         options += [f"--config.model.training_depths={','.join(map(str, depths))}"]
-    options += [f"--config.data.{split}_files={path}" for split, path in texts.items()]
     options += ["--config.data.tokenizer=huggingface", f"--config.data.tokenizer_file={tokenizer}"]
     options += ["--config.sequence_length=512", "--config.batch_size=2", "--config.model.remat=none"]
     options += [f"--config.seed={seed}"]
@@ -83,10 +63,10 @@ def work(texts: dict[str, pathlib.Path], wikitext: pathlib.Path, row: str, cores
 
 def main(_) -> None:
     folder = pathlib.Path(flags.FLAGS.folder)
-    texts = write_texts(folder)
+    text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
     rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in KINDS]
-    run_rows(rows, str, functools.partial(work, texts, folder / "wikitext-validation.txt"))
+    run_rows(rows, str, functools.partial(work, text, folder / "wikitext-validation.txt"))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the packages for validation only every 16th file is taken. The SHA-256 that is p
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -50,16 +51,22 @@ def documents() -> dict[str, list[str]]:
     return {split: [texts[name] for name in sorted(texts)] for split, texts in splits.items()}
 
 
-def write_corpus(folder: pathlib.Path) -> list[str]:
+def write_corpus(folder: pathlib.Path, most_bytes: dict[str, int] | None = None) -> list[str]:
     """Write the corpus into a folder, unless it is there.
 
     Returns:
         the options of a run on it.
+
+    Args:
+        most_bytes: of each split, of which the first files are taken; by default all.
     """
     paths = {split: folder / f"{split}.jsonl" for split in ("train", "validation")}
     if not all(path.exists() for path in paths.values()):
         folder.mkdir(parents=True, exist_ok=True)
         for split, texts in documents().items():
+            if most_bytes:
+                ends = itertools.accumulate(len(text.encode()) for text in texts)
+                texts = [text for text, end in zip(texts, ends) if end <= most_bytes[split]]
             text = "".join(json.dumps({"text": text}) + "\n" for text in texts)
             write_text(paths[split], text)
             print(f"{paths[split]}: {len(texts)} files, {len(text):,} bytes, SHA-256 {hashed(text.encode())}")

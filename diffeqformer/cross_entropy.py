@@ -4,12 +4,24 @@ At GPT-large's 256 x 1,024 positions and 50,304 entries, fp32 logits are 53 GB, 
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 4096  # number of positions whose logits exist at once
+
+
+class SoftTargets(NamedTuple):
+    """A teacher's distributions at the same positions, by its normalized states and its head; no gradient reaches it.
+
+    weight: how much the divergence from them counts beside the loss of the targets.
+    """
+
+    states: Float[Array, "N E"]
+    matrix: Float[Array, "V E"]
+    weight: float
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -19,6 +31,7 @@ def cross_entropy(
     targets: Int[Array, "N"],
     weights: Float[Array, "N"],
     vocab_size: int,
+    soft: SoftTargets | None = None,
 ) -> Float[Array, ""]:
     """The sum over positions of `weights` times -log softmax(matrix x)[target], in nats, fp32.
 
@@ -27,14 +40,18 @@ def cross_entropy(
         matrix: the head, in the compute type. Rows from `vocab_size` on get probability 0.
         targets: ids below `vocab_size`.
         weights: fp32. A weight of 0 excludes a position.
+        soft: adds their weight times KL(teacher || softmax(matrix x)) to the loss of each position (knowledge
+            distillation at temperature 1: Hinton et al., 2015, arXiv:1503.02531).
     """
 
     def add(total, chunk):
-        x, targets, weights = chunk
-        losses, *_ = _losses(x, matrix, targets, vocab_size)
+        x, states, targets, weights = chunk
+        losses, logits, *sums = _losses(x, matrix, targets, vocab_size)
+        if soft:
+            losses += soft.weight * _divergence(logits, *sums, states, soft.matrix, vocab_size)[0]
         return total + jnp.sum(losses * weights), None
 
-    return jax.lax.scan(add, jnp.float32(0), _chunks(x, targets, weights))[0]
+    return jax.lax.scan(add, jnp.float32(0), _chunks(x, soft and soft.states, targets, weights))[0]
 
 
 def log_probabilities(
@@ -66,13 +83,27 @@ def of_vocabulary(logits: Float[Array, "N V"], vocab_size: int | None, unknown: 
 
 def _losses(x, matrix, targets, vocab_size):
     """-log p of each target, the logits, their maximum, and the logarithm of the sum of exponentials less that."""
+    logits, largest, log_total = _logits(x, matrix, vocab_size)
+    losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - largest)
+    return losses[:, 0], logits, largest, log_total
+
+
+def _logits(x, matrix, vocab_size):
+    """The logits, their maximum, and the logarithm of the sum of exponentials less that."""
     logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)
     if len(matrix) != vocab_size:
         logits = jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
     largest = logits.max(axis=1, keepdims=True)
-    log_total = jnp.log(jnp.exp(logits - largest).sum(axis=1, keepdims=True))
-    losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - largest)
-    return losses[:, 0], logits, largest, log_total
+    return logits, largest, jnp.log(jnp.exp(logits - largest).sum(axis=1, keepdims=True))
+
+
+def _divergence(logits, largest, log_total, states, matrix, vocab_size):
+    """KL(teacher || model) of each position in nats, and the teacher's probabilities."""
+    theirs, their_largest, their_log_total = _logits(states, matrix, vocab_size)
+    probabilities = jnp.exp(theirs - their_largest - their_log_total)
+    difference = (theirs - their_largest - their_log_total) - (logits - largest - log_total)
+    terms = jnp.where(probabilities > 0, probabilities * difference, 0)  # padding has -inf in both
+    return terms.sum(axis=1), probabilities
 
 
 def _chunks(*arrays):
@@ -85,30 +116,36 @@ def _chunks(*arrays):
         filled = jnp.pad(array, [(0, count * size - rows)] + [(0, 0)] * (array.ndim - 1))
         return filled.reshape(count, size, *array.shape[1:])
 
-    return tuple(map(cut, arrays))
+    return jax.tree.map(cut, arrays)  # without a teacher there are no states of it
 
 
-def _forward(x, matrix, targets, weights, vocab_size):
+def _forward(x, matrix, targets, weights, vocab_size, soft=None):
     """The loss and its gradient, chunk by chunk, so that no logit is computed twice. Another loss needs both."""
 
     def add(carry, chunk):
         total, d_matrix = carry
-        x, targets, weights = chunk
+        x, states, targets, weights = chunk
         losses, logits, largest, log_total = _losses(x, matrix, targets, vocab_size)
-        one_hot = jnp.arange(len(matrix)) == targets[:, None]
-        d_logits = ((jnp.exp(logits - largest - log_total) - one_hot) * weights[:, None]).astype(x.dtype)
+        probabilities, one_hot = jnp.exp(logits - largest - log_total), jnp.arange(len(matrix)) == targets[:, None]
+        d_logits = probabilities - one_hot
+        if soft:
+            divergence, theirs = _divergence(logits, largest, log_total, states, soft.matrix, vocab_size)
+            losses += soft.weight * divergence
+            d_logits += soft.weight * (probabilities - theirs)
+        d_logits = (d_logits * weights[:, None]).astype(x.dtype)
         d_x = d_logits @ matrix
         d_matrix += jnp.einsum("nv,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
         return (total + jnp.sum(losses * weights), d_matrix), d_x
 
     start = (jnp.float32(0), jnp.zeros(matrix.shape, jnp.float32))
-    (total, d_matrix), d_x = jax.lax.scan(add, start, _chunks(x, targets, weights))
+    chunks = _chunks(x, soft and soft.states, targets, weights)
+    (total, d_matrix), d_x = jax.lax.scan(add, start, chunks)
     return total, (d_x.reshape(-1, x.shape[1])[: len(x)], d_matrix.astype(matrix.dtype))
 
 
 def _backward(vocab_size, gradients, d_total):
     d_x, d_matrix = gradients
-    return (d_total * d_x).astype(d_x.dtype), (d_total * d_matrix).astype(d_matrix.dtype), None, None
+    return (d_total * d_x).astype(d_x.dtype), (d_total * d_matrix).astype(d_matrix.dtype), None, None, None
 
 
 cross_entropy.defvjp(_forward, _backward)

@@ -46,6 +46,7 @@ from diffeqformer.planning.chips import TPUS
 from diffeqformer.rules import decay_start
 from diffeqformer.training.run import complete, saved_tokenizer
 from diffeqformer.training.step import Program
+from diffeqformer.training.teacher import config_of_teacher
 from diffeqformer.training.trackers import check_installed
 from diffeqformer.training.utilisation import peak_of, utilisation
 
@@ -76,7 +77,7 @@ class Needs(NamedTuple):
     """What a config needs, in bytes and bytes in a second; None where it isn't known."""
 
     mesh: Mesh
-    on_device: int | None = None  # parameters and moments
+    on_device: int | None = None  # parameters, moments and a teacher
     checkpoint: int | None = None
     checkpoints: int | None = None  # all that are there at once
     read_rate: float | None = None  # of batches, if the devices work at their peak
@@ -85,7 +86,8 @@ class Needs(NamedTuple):
 
 def needs_of(config: ConfigDict) -> Needs:
     """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
-    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+    teacher = config_of_teacher(config, jax.devices())
+    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
     state = program.state_shapes
     frozen = bytes_of(program.frozen(state["params"]))  # saved once
     checkpoint = bytes_of(state) - frozen
@@ -93,7 +95,9 @@ def needs_of(config: ConfigDict) -> Needs:
     seconds = utilisation(config, 1.0, list(program.mesh.devices.flat), min(program.depths))
     batch = config.batch_size * config.sequence_length * token_type(config.model.vocab_size).itemsize
     rates = (batch / seconds, checkpoint / seconds / config.checkpoint_every) if not math.isnan(seconds) else ()
-    return Needs(program.mesh, size_of(state), checkpoint, number * checkpoint + frozen, *rates)
+    return Needs(
+        program.mesh, size_of((state, program.taught_shapes)), checkpoint, number * checkpoint + frozen, *rates
+    )
 
 
 def check(what: str, remedy: str, measure: Callable[[], Any], judge: Callable[[list], tuple[str, str, str]]) -> Row:

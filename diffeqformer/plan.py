@@ -39,6 +39,7 @@ from diffeqformer.planning.programs import compile_run, compile_train_steps, tpu
 from diffeqformer.training import finetune  # noqa: E402
 from diffeqformer.training.shapes import train_step_by_shapes, with_microbatches  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
+from diffeqformer.training.teacher import config_of_teacher  # noqa: E402
 
 CONFIG = command_line.define_config()
 TOPOLOGY = flags.DEFINE_string(
@@ -70,7 +71,7 @@ def main() -> None:
     devices = jax.devices() if on_gpus else tpu_devices(TOPOLOGY.value, SLICES.value)
     check_config(config, len(devices), "gpu" if on_gpus else "tpu")
     mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
-    program = Program(config, mesh, attention_on(chip, config) if on_gpus else None)
+    program = Program(config, mesh, attention_on(chip, config) if on_gpus else None, config_of_teacher(config, devices))
     program = with_microbatches(program, chip.memory)
     config = program.config
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value

@@ -4,7 +4,7 @@
     python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5
 
 Each row trains the same model on the same batches: whole (the control), in the fewest layers alone, or in both numbers
-by turns. `diffeqformer leave_out` finds the layers. The text is `python_packages`; each row is scored on files of other
+by turns; distilled, with the model before training as the teacher. `diffeqformer leave_out` finds the layers. The text is `python_packages`; each row is scored on files of other
 packages before, halfway and after, and on WikiText-103 after.
 """
 
@@ -25,7 +25,7 @@ RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
 define_flags("any_depth", at_once=2)
 
 BYTES = {"train": 2_000_000, "validation": 60_000}
-KINDS = ("whole", "fewer layers", "both")
+KINDS = ("whole", "fewer layers", "fewer layers distilled", "both", "both distilled")
 
 
 def bits_of_wikitext(workdir: pathlib.Path, text: pathlib.Path, depths: list[int], cores: list[int] | None) -> dict:
@@ -45,11 +45,12 @@ def work(text: list[str], wikitext: pathlib.Path, row: str, cores: list[int] | N
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     fewest = layers - len(LEFT_OUT.value)
-    depths = {"whole": [layers], "fewer layers": [fewest], "both": [fewest, layers]}[kind]
+    depths = {"whole": [layers], "fewer": [fewest], "both": [fewest, layers]}[kind.split()[0]]
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]
     if kind != "whole":
         options += [f"--config.model.left_out={','.join(LEFT_OUT.value)}"]
         options += [f"--config.model.training_depths={','.join(map(str, depths))}"]
+    options += ["--config.teacher_weight=1"] * kind.endswith("distilled")
     options += ["--config.data.tokenizer=huggingface", f"--config.data.tokenizer_file={tokenizer}"]
     options += ["--config.sequence_length=512", "--config.batch_size=2", "--config.model.remat=none"]
     options += [f"--config.seed={seed}"]

@@ -13,6 +13,7 @@ class About:
     tokenizer: str  # its name
     tokenizer_data: str = ""  # the result of `Tokenizer.save`; empty if the name is enough
     base: dict | None = None  # the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run
+    teacher: dict | None = None  # the same of the model whose distributions it learns
     data_sha256: str = ""  # hash of the training split's ids
     validation_sha256: str = ""  # of the validation split's, or empty if an earlier version saved it
     store: str | None = None  # the folder of the token store, in full
@@ -31,14 +32,16 @@ class About:
     def from_json(cls, saved: dict) -> "About":
         """The reverse. Fields that an earlier version didn't write get their defaults."""
         saved = unsealed(saved)
-        types = dict.fromkeys(("config", "base", "materialized_from", "time_spent", "earlier_rates", "checksums"), dict)
+        types = dict.fromkeys(
+            ("config", "base", "teacher", "materialized_from", "time_spent", "earlier_rates", "checksums"), dict
+        )
         types["validation_due"] = bool
         fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
         for name in ("config", "tokenizer", *fields):
             expected, found = types.get(name, str), type(fields.get(name))
             if not issubclass(found, expected):
                 raise ValueError(f"'{name}' in its 'about' must be a {expected.__name__}, but it is {found.__name__}")
-        for name in ("base", "materialized_from"):
+        for name in ("base", "teacher", "materialized_from"):
             origin = fields.get(name, {"workdir": "", "step": 0})
             if not (isinstance(origin.get("workdir"), str) and isinstance(origin.get("step"), int)):
                 raise ValueError(f"'{name}' in its 'about' must have a workdir and a step, but it is {origin!r}")

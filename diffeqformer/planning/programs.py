@@ -47,7 +47,7 @@ def compile_train_steps(config: ConfigDict, program: Program, dump: str | None =
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     for depth in sorted(program.depths, reverse=True):
         name, rounds = f"train step, {depth} steps of depth", computed_again(config, depth)
-        lowered = program.train_step.lower(program.state_shapes, tokens, depth)
+        lowered = program.train_step.lower(program.state_shapes, tokens, depth, *program.taught_shapes)
         step = compile_for_tpu(name, lowered, dump=dump, rounds=rounds)
         yield step._replace(num_steps=depth)
 

@@ -11,7 +11,7 @@ adds to its dP once for each chunk, instead of keeping the gradients of all weig
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,8 +168,10 @@ class ChunkedSteps(NamedTuple):
 class ChunkedLoss(ShardedLoss):
     """The same loss, where weights exist for a chunk of at most `chunk` steps at a time, a number that divides them."""
 
-    def __init__(self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable, chunk: int):
-        super().__init__(graph, params, mesh, attend)
+    def __init__(
+        self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable, chunk: int, teacher: Any = None
+    ):
+        super().__init__(graph, params, mesh, attend, teacher=teacher)
         self.chunk = chunk
 
     @at_its_precision
@@ -180,19 +182,21 @@ class ChunkedLoss(ShardedLoss):
         keys: Key[Array, "B"] | None,
         microbatches: int = 1,
         grid: Grid | None = None,
+        taught: PyTree = None,
     ) -> tuple[Float[Array, ""], dict]:
         """As in `ShardedLoss`. All parameters train, and each P has a gradient of its own shape."""
         model = nnx.merge(self.graph, params)
         steps = self.chunked(model, grid or model.grid())
         scale = 1 / (tokens.shape[0] * (tokens.shape[1] - 1))
 
-        def on_device(params, steps, tokens, keys):
+        def on_device(params, steps, taught, tokens, keys):
             scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-            return jax.lax.psum(self.chunked_loss(params, steps, tokens, keys, scored, microbatches), AXES)
+            return jax.lax.psum(self.chunked_loss(params, steps, tokens, keys, scored, microbatches, taught), AXES)
 
-        specs = self.param_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE
+        of_keys = None if keys is None else BY_EXAMPLE
+        specs = self.param_specs, EVERYWHERE, self.teacher and self.teacher.specs, BY_EXAMPLE, of_keys
         mean = on_each_device(self.mesh, on_device, specs, EVERYWHERE)
-        return jax.value_and_grad(mean)(params, steps, tokens, keys)
+        return jax.value_and_grad(mean)(params, steps, taught, tokens, keys)
 
     def chunked(self, model: Transformer, grid: Grid) -> ChunkedSteps:
         """The steps of a grid in chunks of equal length."""
@@ -201,7 +205,7 @@ class ChunkedLoss(ShardedLoss):
         return ChunkedSteps(features, jnp.asarray(grid.step_sizes, jnp.float32).reshape(-1, length))
 
     def chunked_loss(
-        self, params: dict, steps: ChunkedSteps, tokens, keys, scored, microbatches: int
+        self, params: dict, steps: ChunkedSteps, tokens, keys, scored, microbatches: int, taught=None
     ) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` times the loss. Parameters are the device's parts."""
         model = self.model_on_device(without_depth(params))
@@ -210,7 +214,7 @@ class ChunkedLoss(ShardedLoss):
         state, keys = jax.tree.map(functools.partial(split_batch, parts=microbatches), (state, keys))
         last = Chunks(self, model, microbatches).last(state, steps.features, params["depth"], steps.step_sizes, keys)
         x = model.solver.read(last).swapaxes(0, 1).reshape(x.shape)
-        return self.loss_of_states(model, x, tokens, scored)
+        return self.loss_of_states(model, x, tokens, scored, taught)
 
     @at_its_precision
     def sum_and_count(

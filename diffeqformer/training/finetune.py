@@ -126,38 +126,37 @@ def chosen_base(base: str) -> tuple[str, Step]:
         return (base, None) if work_folder(base).exists() else (folder, step if step == BEST else int(step))
 
 
-def is_base_of(config: ConfigDict, about: checkpoint.About, saved: ConfigDict) -> bool:
-    """Whether the config's base is that of a checkpoint, by the config and the full path that it has saved."""
-    (ours, step), (theirs, of_theirs) = chosen_base(config.base), chosen_base(saved.base)
-    return step == of_theirs and place(ours) in (place(theirs), (about.base or {}).get("workdir"))
+def is_base_of(config: ConfigDict, about: checkpoint.About, saved: ConfigDict, field: str = "base") -> bool:
+    """Whether the config's base, or teacher, is that of a checkpoint, by the config and full path that it has saved."""
+    (ours, step), (theirs, of_theirs) = chosen_base(config[field]), chosen_base(saved[field])
+    return step == of_theirs and place(ours) in (place(theirs), (getattr(about, field) or {}).get("workdir"))
 
 
 @contextlib.contextmanager
-def _reading_base(config: ConfigDict) -> Iterator[None]:
-    """Another remedy if the base's checkpoint is damaged, or gone while a base that is being trained replaces it."""
+def reading(config: ConfigDict, field: str = "base") -> Iterator[None]:
+    """Another remedy if the checkpoint of a base is damaged, or gone while a base that is being trained replaces it."""
     try:
         yield
     except NoSuchStep as error:
-        if chosen_base(config.base)[1] == error.step:
+        if chosen_base(config[field])[1] == error.step:
             raise
         raise UserError(
-            f"config.base: {config.base} is still being trained, and its checkpoint at step {error.step:,} has been "
-            "replaced meanwhile; start again, with one that is there"
+            f"config.{field}: {config[field]} is still being trained, and its checkpoint at step {error.step:,} has "
+            "been replaced meanwhile; start again, with one that is there"
         ) from error
+    except checkpoint.NoCheckpoint:
+        raise UserError(
+            f"config.{field}: must be the folder of a trained run, but {config[field]} has no checkpoint"
+        ) from None
     except Damaged as error:
-        remedy = "restore its files, or begin with another checkpoint (config.base=FOLDER@STEP) or run"
-        raise UserError(f"config.base: {error.found}; {remedy}") from error
+        remedy = f"restore its files, or begin with another checkpoint (config.{field}=FOLDER@STEP) or run"
+        raise UserError(f"config.{field}: {error.found}; {remedy}") from error
 
 
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run starts from."""
-    try:
-        with _reading_base(config):
-            base = checkpoint.load_config(*chosen_base(config.base), "config.base")
-    except checkpoint.NoCheckpoint:
-        raise UserError(
-            f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
-        ) from None
+    with reading(config):
+        base = checkpoint.load_config(*chosen_base(config.base), "config.base")
     if config.data.tokenizer != base.data.tokenizer:
         raise UserError(
             f"config.data.tokenizer: must be the tokenizer of config.base, {base.data.tokenizer}, but it is "
@@ -176,18 +175,18 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
     return discretized_config(base, config.model.num_steps if generated else base.model.num_steps, "float32").model
 
 
-def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
-    """What a new run records about its base: the workdir, the step of the checkpoint, and the data's hash.
+def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") -> dict:
+    """What a new run records about its base, or teacher: workdir, step of the checkpoint, and the data's hash.
 
     Raises:
-        UserError: if the base was trained with another tokenizer than `about` has.
+        UserError: if it was trained with another tokenizer than `about` has.
     """
-    with _reading_base(config):
-        folder, step = chosen_base(config.base)
-        _, step, theirs, _ = checkpoint.open_to_read(folder, "config.base", step)
+    with reading(config, field):
+        folder, step = chosen_base(config[field])
+        _, step, theirs, _ = checkpoint.open_to_read(folder, f"config.{field}", step)
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
-                f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "
+                f"config.data.tokenizer: must be the tokenizer of config.{field}, {theirs.tokenizer}, but this one, "
                 f"{about.tokenizer}, gives other ids"
             )
         return {"workdir": place(folder), "step": step, "data_sha256": theirs.data_sha256}
@@ -195,7 +194,7 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
 
 def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
     """Check that the parameters of the base's checkpoint fit into a mesh's memory, before a program is compiled."""
-    with _reading_base(config):
+    with reading(config):
         base = checkpoint.load_config(chosen_base(config.base)[0], step, "config.base")
     remedy = "materialize it on a machine with more memory, and take the folder of that"
     params = split_model(abstract_model(base))[1]
@@ -204,7 +203,7 @@ def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     """The initial parameters of a run, without adapters: the base's, or its weights at the times of this config."""
-    with _reading_base(config):
+    with reading(config):
         opened = checkpoint.load(chosen_base(config.base)[0], mesh, step, "config.base")
     if config.model.solver != (theirs := opened.config.model.solver):
         print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")

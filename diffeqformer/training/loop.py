@@ -29,7 +29,16 @@ from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.training import goodput
 from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.profile import check_profiler
-from diffeqformer.training.run import Run, agree, complete, make_program, open_run, saved_tokenizer, start_or_resume
+from diffeqformer.training.run import (
+    Run,
+    agree,
+    complete,
+    make_program,
+    open_run,
+    saved_tokenizer,
+    start_or_resume,
+    with_teacher,
+)
 from diffeqformer.training.step import Program
 from diffeqformer.training.trackers import check_installed
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
@@ -183,7 +192,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     Raises:
         UserError: if the loss or the gradient is no longer finite, or a checkpoint can't be written.
     """
-    first = int(state["step"])
+    first, run = int(state["step"]), with_teacher(run)
     hooks = Hooks(run, first, notice)
     run.clock.lap("start-up")
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop

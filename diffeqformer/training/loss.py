@@ -15,6 +15,7 @@ The path of a batch of tokens [B, S] (L steps of depth; T times, the product of 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,15 +55,22 @@ class ShardedLoss:
         attend: causal attention (`diffeqformer.fields.attention`).
         kernels: None, or what computes the products with a generator's P (`depth.projection.KERNELS`). Then the
             gradient has `Factors` in the place of each P.
+        teacher: a model whose distributions this one learns as well (`diffeqformer.training.teacher`), or None.
     """
 
     def __init__(
-        self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable = plain, kernels: str | None = None
+        self,
+        graph: nnx.GraphDef,
+        params: dict,
+        mesh: Mesh,
+        attend: Callable = plain,
+        kernels: str | None = None,
+        teacher: Any = None,
     ):
         abstract = jax.eval_shape(lambda: params)
         model = nnx.merge(graph, abstract)
         self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
-        self.trains, self.precision = model.trains, model.precision
+        self.trains, self.precision, self.teacher = model.trains, model.precision, teacher
         self.param_specs = partition_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.generator_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
@@ -86,6 +94,7 @@ class ShardedLoss:
         keys: Key[Array, "B"] | None,
         microbatches: int = 1,
         grid: Grid | None = None,
+        taught: PyTree = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
@@ -99,6 +108,7 @@ class ShardedLoss:
             keys: one dropout key for each example, or None.
             microbatches: number of parts of each device's examples, processed one after the other.
             grid: the steps of depth; by default the model's own grid.
+            taught: what the teacher computes with, if there is one.
 
         Raises:
             UserError: if the microbatches don't divide the examples of a device.
@@ -117,16 +127,19 @@ class ShardedLoss:
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.generator_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
-        def on_device(trained, frozen, step_sizes, tokens, keys):
+        def on_device(trained, frozen, step_sizes, taught, tokens, keys):
             trained = gather(trained, specs, ("generator",))
-            loss_of = functools.partial(self.microbatch_loss, model.stack, frozen, step_sizes, microbatches / count)
+            loss_of = functools.partial(
+                self.microbatch_loss, model.stack, frozen, step_sizes, taught, microbatches / count
+            )
             loss, gradient = accumulate_gradients(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
 
-        in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
+        of_keys = None if keys is None else BY_EXAMPLE
+        in_specs = (specs, frozen_specs, EVERYWHERE, self.teacher and self.teacher.specs, BY_EXAMPLE, of_keys)
         on_devices = on_each_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
-        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, tokens, keys)
+        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, taught, tokens, keys)
         with multiplying(model.depth.precision):
             d_depth, d_factors = pull_back({"depth": gradient["depth"]})
         d_projections = {"layers": {name: {"projection": d_factor} for name, d_factor in d_factors.items()}}
@@ -159,15 +172,15 @@ class ShardedLoss:
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def microbatch_loss(
-        self, stack: Callable, frozen: dict, step_sizes, scale, trained: dict, tokens, keys
+        self, stack: Callable, frozen: dict, step_sizes, taught, scale, trained: dict, tokens, keys
     ) -> Float[Array, ""]:
         """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
         scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored)
+        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored, taught)
 
-    def local_loss(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
+    def local_loss(self, others: dict, weights: StackedWeights, tokens, keys, scored, taught=None) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` [B, S] times the loss of the next token in nats.
 
         Devices that share the work of every token (`tensor`) each compute all states, and divide up the positions of
@@ -175,7 +188,8 @@ class ShardedLoss:
         """
         model = self.model_on_device(others)
         context = self.context_on_device(model, keys)
-        return self.loss_of_states(model, model.last_state(tokens, self.gathering(weights), context), tokens, scored)
+        x = model.last_state(tokens, self.gathering(weights), context)
+        return self.loss_of_states(model, x, tokens, scored, taught)
 
     def model_on_device(self, others: dict) -> Transformer:
         """The whole model without depth weights, from this device's parts of its parameters."""
@@ -193,14 +207,19 @@ class ShardedLoss:
             return weights
         return dataclasses.replace(weights, gather=lambda layers: gather(layers, self.step_specs, ("fsdp",)))
 
-    def loss_of_states(self, model: Transformer, x, tokens, scored) -> Float[Array, ""]:
+    def loss_of_states(self, model: Transformer, x, tokens, scored, taught=None) -> Float[Array, ""]:
         """The part of `local_loss` after the last states `x` [B, S, D]."""
-        targets, shared = jnp.roll(tokens, -1, axis=1), self.mesh.shape["tensor"]
-        if shared > 1:
+        matrix, targets = model.head_matrix(), jnp.roll(tokens, -1, axis=1)
+        soft = taught and self.teacher.soft_targets(taught, tokens, len(matrix))
+        of_positions = x, targets, scored, soft and soft.states
+        if (shared := self.mesh.shape["tensor"]) > 1:
             length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)
-            x, targets, scored = (jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (x, targets, scored))
-        x = model.normalize(x).reshape(-1, x.shape[-1])
-        return cross_entropy(x, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
+            cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1)
+            of_positions = jax.tree.map(cut, of_positions)
+        x, *others = of_positions
+        x, targets, scored, states = jax.tree.map(flattened, (model.normalize(x), *others))
+        soft = soft and soft._replace(states=states)
+        return cross_entropy(x, matrix, targets, scored, model.vocab_size, soft)
 
     @at_its_precision
     def sum_and_count(
@@ -225,6 +244,11 @@ class ShardedLoss:
         specs = (self.other_specs, self.layer_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = on_each_device(self.mesh, on_device, specs, EVERYWHERE)
         return on_devices(without_depth(params), weights.layers, weights.step_sizes, tokens, valid)
+
+
+def flattened(array: Shaped[Array, "B S ..."]) -> Shaped[Array, "N ..."]:
+    """The positions of all examples on one axis."""
+    return array.reshape(-1, *array.shape[2:])
 
 
 def without_depth(params: dict) -> dict:

@@ -30,17 +30,17 @@ def check_memory(program: Program, will_train: bool) -> None:
         return
     free = min(hosts.of_all(free))  # on all hosts or on none: the others would wait for one that has given up
     config, state = program.config, program.state_shapes
-    needed = size_of(state)
+    needed, beside = size_of((state, program.taught_shapes)), ", its teacher" * bool(program.teacher)
     if needed > free:
         raise UserError(
-            f"config.model: its parameters and the optimizer's state need {gigabytes(needed)} on each device, but "
-            f"{gigabytes(free)} are free; take a smaller model, or spread it over more devices (config.mesh.fsdp)"
+            f"config.model: its parameters{beside} and the optimizer's state need {gigabytes(needed)} on each device, "
+            f"but {gigabytes(free)} are free; take a smaller model, or spread it over more devices (config.mesh.fsdp)"
         )
     if not will_train:
         return
     tokens, _ = program.batch_to_evaluate()
     for depth in largest_depths(config.model, chunk_lengths(config.model)):
-        lowered = program.train_step.lower(state, tokens, depth)
+        lowered = program.train_step.lower(state, tokens, depth, *program.taught_shapes)
         check_program(program, "train step", "config.batch_size: a train step needs {}", lowered, free)
     free -= size_of(state["optimizer"])  # which no program of a validation takes
     own, chunk = config.model.num_steps, config.model.generate_chunk  # a validation's grids aren't shifted

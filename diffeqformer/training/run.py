@@ -45,6 +45,7 @@ from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.room import check_memory
 from diffeqformer.training.shapes import with_microbatches
 from diffeqformer.training.step import Program
+from diffeqformer.training.teacher import Taught, config_of_teacher, field_of
 from diffeqformer.transformer import merge_trees
 
 
@@ -61,6 +62,7 @@ class Run:
         clock: counts where the run's time goes.
         verified: the check of the token store, which goes on in the background; None: it isn't checked.
         checkpoints: the run's, and the only writer of new ones.
+        taught: what its teacher computes with, if there is one.
     """
 
     config: ConfigDict
@@ -71,6 +73,7 @@ class Run:
     clock: Stopwatch
     verified: concurrent.futures.Future | None = None
     checkpoints: ocp.training.Checkpointer | None = None
+    taught: tuple[Taught, ...] = ()
 
     def check_store(self, wait: bool = False) -> None:
         """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end."""
@@ -128,8 +131,9 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         hosts.check_shared(folder)
     with hosts.all_succeed("the newest checkpoint"):
         saved = read_saved(config, folder, about)  # fail before a corpus is prepared for hours
-        if config.base and not saved:
-            finetune.base_of(config, about)
+        for field in ("base", "teacher") if not saved else ():
+            if config[field]:
+                finetune.base_of(config, about, field)
     with hosts.all_succeed("the token store"):
         data = config.data.copy_and_resolve_references()
         store, before = store_folder(data, tokenizer), pathlib.Path(saved and saved.store or "")
@@ -140,8 +144,15 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
     if config.base:  # its checkpoint now, as one of before the preparation may be gone
         with hosts.all_succeed("the base"):
             about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
-        digest = hashlib.sha256(json.dumps(about.base, sort_keys=True).encode()).hexdigest()
-        hosts.check_same("config.base: the checkpoint", digest, "give all hosts the same run, which has ended")
+    if config.teacher_weight:
+        with hosts.all_succeed("the teacher"):
+            theirs = finetune.base_of(config, about, "teacher") if config.teacher else about.base
+            about = dataclasses.replace(about, teacher=saved.teacher if saved else theirs)
+    if config.base or config.teacher_weight:
+        digest = hashlib.sha256(json.dumps([about.base, about.teacher], sort_keys=True).encode()).hexdigest()
+        hosts.check_same(
+            "config.base, config.teacher: the checkpoint", digest, "give all hosts the same run, which has ended"
+        )
     about = dataclasses.replace(
         about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
     )
@@ -153,7 +164,9 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
 
 def make_program(config: ConfigDict) -> Program:
     """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches."""
-    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+    with hosts.all_succeed("the teacher"):
+        teacher = config_of_teacher(config, jax.devices())
+    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
     memory = bytes_of_device(program.mesh.local_devices)
     return with_microbatches(program, memory and min(hosts.of_all(memory)))
 
@@ -201,8 +214,9 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
             f"{workdir}: holds a materialized or imported model, which has no optimizer state to resume; use another "
             "--workdir"
         )
-    if finetune.is_base_of(config, saved, config_there):
-        config_there.base = config.base
+    for field in ("base", "teacher"):
+        if finetune.is_base_of(config, saved, config_there, field):
+            config_there[field] = config[field]
     resuming.check_resumable(config, config_there, workdir)
     resuming.check_extendable(config, config_there, workdir)
     if about.tokenizer != saved.tokenizer:
@@ -223,7 +237,7 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
     while (step := newest_step(run)) is not None:
         with hosts.all_succeed("the newest checkpoint"):
             saved = checkpoint.read_about(folder, step)
-        kept = {name: getattr(saved, name) for name in ("base", "validation_due", "time_spent")}
+        kept = {name: getattr(saved, name) for name in ("base", "teacher", "validation_due", "time_spent")}
         about = dataclasses.replace(run.about, **kept, earlier_rates=resuming.earlier_rates(saved, step, run.config))
         run = dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
         check_room(run, step)
@@ -232,6 +246,19 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
             return run, jax.block_until_ready(state)
     check_room(run, None)
     return run, jax.block_until_ready(first_state(run))
+
+
+def with_teacher(run: Run) -> Run:
+    """The run with what its teacher computes with, if it has one."""
+    config, program = run.config, run.program
+    if not program.teacher:
+        return run
+    field = field_of(config)
+    with hosts.all_succeed("the teacher"), finetune.reading(config, field):
+        folder, step = finetune.chosen_base(config[field])[0], run.about.teacher["step"]
+        model = checkpoint.load(folder, program.mesh, step, f"config.{field}").model
+    print(f"its teacher is {config[field]} at step {step:,}", flush=True)
+    return dataclasses.replace(run, taught=(program.teacher.load(model),))
 
 
 def newest_step(run: Run) -> int | None:

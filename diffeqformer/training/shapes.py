@@ -47,7 +47,7 @@ def with_microbatches(program: Program, memory: int | None) -> Program:
     for number in (number for number in range(1, examples + 1) if examples % number == 0):
         config = program.config.copy_and_resolve_references()
         config.microbatches = number
-        program = Program(config, program.mesh, (program.loss.attend, program.attention))
+        program = Program(config, program.mesh, (program.loss.attend, program.attention), program.config_of_teacher)
         needed = sum(train_step_by_shapes(program).values())
         if memory is None or needed <= USED * memory:
             break
@@ -105,6 +105,8 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         {"weights' gradient": in_float32, **after, "a P's gradient": largest},
     ]
     parts = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
+    if program.teacher:
+        parts["teacher"] = size_of(program.taught_shapes)
     return parts | max(moments, key=lambda moment: sum(moment.values()))
 
 
@@ -120,9 +122,9 @@ def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
     """What the train step's loops over depth would read and write with another `model.remat`."""
     config = program.config.copy_and_resolve_references()
     config.model.remat = remat
-    program = Program(config, program.mesh, (program.loss.attend, ""))
+    program = Program(config, program.mesh, (program.loss.attend, ""), program.config_of_teacher)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
-    traced = program.train_step.trace(program.state_shapes, tokens, num_steps).jaxpr.jaxpr
+    traced = program.train_step.trace(program.state_shapes, tokens, num_steps, *program.taught_shapes).jaxpr.jaxpr
     steps = longest_grid(config.model, num_steps)
     found = [scan for scan in scans(traced) if scan.params["length"] == steps]
     written = {scan: size(stacked(scan.outvars, scan.params["jaxpr"].out_avals)) for scan in found}

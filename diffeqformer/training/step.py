@@ -13,6 +13,7 @@ from clu import metrics
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
+from ml_collections import ConfigDict
 
 from diffeqformer.depth.depths import chunk_lengths, trained_depths
 from diffeqformer.depth.grid import Grid, shifted_grid
@@ -24,6 +25,7 @@ from diffeqformer.parallel.sharding import EVERYWHERE, identity, sharding, shard
 from diffeqformer.training.chunks import ChunkedLoss
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask, like_parameters
+from diffeqformer.training.teacher import Teacher
 from diffeqformer.transformer import (
     Transformer,
     abstract_model,
@@ -56,9 +58,11 @@ class Program:
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
     state_shapes: shapes, types and shardings of the state
+    taught_shapes: those of what a teacher computes with, if there is one
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
     train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
-        by default as in the config; each number is compiled when it is first needed
+        by default as in the config; each number is compiled when it is first needed; what a teacher computes with
+        follows, if there is one
     weights(params, num_steps) -> the stacked weights for a number of steps; None: the config's
     for_evaluation(params, num_steps) -> what `evaluate` takes as weights: these; or only the steps, by which each batch
         generates weights chunk by chunk (`model.generate_chunk`)
@@ -66,9 +70,12 @@ class Program:
 
     Args:
         attention: causal attention and its description for the log; by default the fastest for the mesh's devices.
+        teacher: the config of a model whose distributions this one learns, too (`config.teacher_weight`).
     """
 
-    def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
+    def __init__(
+        self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None, teacher: ConfigDict | None = None
+    ):
         model = abstract_model(config)
         self.depths = trained_depths(config.model)
         self.config, self.mesh = config, divide_copies(model, mesh)
@@ -76,11 +83,12 @@ class Program:
         attend, self.attention = attention or fastest(
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, model.field.head_width
         )
-        chunk = config.model.generate_chunk
+        chunk, self.config_of_teacher = config.model.generate_chunk, teacher
+        self.teacher = teacher and Teacher(teacher, self.mesh, attend, config.teacher_weight)
         if chunk:
-            self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk)
+            self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk, self.teacher)
         else:
-            self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
+            self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels, self.teacher)
         of_params, everywhere = shardings(self.mesh, self.loss.param_specs), NamedSharding(self.mesh, EVERYWHERE)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
         self.optimizer = Optimizer(config, decays, self.loss.projections, self.trained(of_params))
@@ -91,9 +99,11 @@ class Program:
         self.state_shapes = placed(shapes, self.state_shardings)
         self.batch_sharding = by_example = sharding(self.mesh, "batch", None)
         self.init = jax.jit(self._init, out_shardings=self.state_shardings, donate_argnums=0)
+        of_teacher = [self.teacher.shardings] if self.teacher else []
+        self.taught_shapes = (self.teacher.shapes,) if self.teacher else ()
         self.train_step = jax.jit(
             self._train_step,
-            in_shardings=(self.state_shardings, by_example),
+            in_shardings=(self.state_shardings, by_example, *of_teacher),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
             static_argnames="num_steps",
@@ -148,11 +158,11 @@ class Program:
         moments = self.optimizer.whole.init(self.trained(params))
         return {"params": params, "optimizer": moments, "step": jnp.zeros((), jnp.int32)}
 
-    def _train_step(self, state, tokens, num_steps=None):
+    def _train_step(self, state, tokens, num_steps=None, taught=None):
         config, params, step = self.config, state["params"], state["step"]
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step, num_steps)
-        loss, grads = self.loss.value_and_grad(params, tokens, keys, config.microbatches, grid)
+        loss, grads = self.loss.value_and_grad(params, tokens, keys, config.microbatches, grid, taught)
         trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
         params = merge_trees(params, trained)
         scalars = {"loss": loss, "gradient_norm": norm, "learning_rate": self.optimizer.schedule(step)}

@@ -89,9 +89,9 @@ def one_device_loop(monkeypatch):
 
     programs, new_program = {}, run.Program
 
-    def program(config, mesh):
+    def program(config, mesh, teacher=None):
         if str(config) not in programs:
-            programs[str(config)] = new_program(config, mesh)
+            programs[str(config)] = new_program(config, mesh, teacher=teacher)
         return programs[str(config)]
 
     monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)

@@ -1,0 +1,134 @@
+"""A teacher: another model whose distributions of the next token a run learns beside the text."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer import cross_entropy
+from diffeqformer.config import check_config
+from diffeqformer.errors import Stopped, UserError
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.training import hooks, loop
+from diffeqformer.training.step import Program
+from diffeqformer.training.teacher import config_of_teacher
+from diffeqformer.transformer import split_model
+from helpers import change, drawn, first_state, lively_model, normal, save_params, tokens_of, toy_config
+from runs import curves
+
+
+def whole_loss(logits, theirs, targets, weights, weight):
+    """The loss of the targets and `weight` times the divergence from the teacher, from all logits."""
+    ours, theirs = jax.nn.log_softmax(logits), jax.nn.log_softmax(theirs)
+    losses = -jnp.take_along_axis(ours, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights * (losses + weight * jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)))
+
+
+def test_chunks_give_the_divergence_of_all_logits(monkeypatch):
+    """And its gradient, with rows that fill up the vocabulary, and a last chunk that isn't full."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", 8)
+    random = np.random.RandomState(0)
+    x, matrix, states, head = (jnp.float32(normal(random, size)) for size in ((20, 16), (48, 16), (20, 8), (48, 8)))
+    targets, weights = jnp.asarray(random.randint(41, size=20)), jnp.float32(random.rand(20))
+    soft = cross_entropy.SoftTargets(states, head, 0.7)
+
+    def chunked(x, matrix):
+        return cross_entropy.cross_entropy(x, matrix, targets, weights, 41, soft)
+
+    def whole(x, matrix):
+        return whole_loss((x @ matrix.T)[:, :41], (states @ head.T)[:, :41], targets, weights, 0.7)
+
+    found, expected = (jax.jit(jax.value_and_grad(function, (0, 1)))(x, matrix) for function in (chunked, whole))
+    assert chunked(x, matrix) == pytest.approx(float(found[0]), rel=1e-6)
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh, student, teacher, changes",
+    [
+        ((1, 1, 1), "diffeqformer", "llama", {"microbatches": 2, "model__norm_of_norm": False}),
+        ((2, 2, 2), "gpt", "shared", {"model__vocab_multiple": 16}),
+        ((2, 2, 2), "diffeqformer", "diffeqformer", {"model__generate_chunk": 2, "model__vocab_multiple": 16}),
+    ],
+)
+def test_a_student_learns_the_text_and_its_teacher(mesh, student, teacher, changes):
+    """On any mesh, of any kinds and depths, with other padding: loss and gradient are those from all logits."""
+    devices, config = make_mesh(mesh, jax.devices()[: math.prod(mesh)]), toy_config(student, **changes)
+    config.update(teacher_weight=0.5, kernels="")  # gradients of P have its own shape
+    field = "llama" if teacher == "llama" else "gpt"
+    theirs = toy_config(teacher, field, model__num_steps=4, model__vocab_multiple=8 * max(mesh), seed=1)
+    program, tokens = Program(config, devices, teacher=theirs), jnp.asarray(tokens_of(0, config))
+    params, model = first_state(program)["params"], lively_model(**theirs.model)
+    soft = model(tokens, model.weights())[:, :-1, :257]
+
+    def whole(params):
+        student = nnx.merge(program.graph, params)
+        logits = student(tokens, student.weights())[:, :-1, :257]
+        return whole_loss(logits, soft, tokens[:, 1:], 1 / logits[..., 0].size, 0.5)
+
+    taught = program.teacher.load(model)
+    found = jax.jit(
+        lambda *inputs: program.loss.value_and_grad(*inputs[:2], None, config.microbatches, None, inputs[2])
+    )(params, tokens, taught)
+    expected = jax.jit(jax.value_and_grad(whole))(jax.tree.map(jnp.asarray, jax.device_get(params)))
+    assert found[0] == pytest.approx(float(expected[0]), rel=1e-6)
+    for ours, plain in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.long
+def test_a_resumed_run_keeps_the_teacher_that_it_began_with(tmp_path, short_stores, one_device_loop, monkeypatch):
+    """Bit for bit, though the teacher's run has gone on; by default the base teaches."""
+    theirs, text = toy_config("gpt"), {"data__dir": str(short_stores), "steps": 4, "teacher_weight": 1.0}
+    params = drawn(theirs.model)[1]
+    save_params(tmp_path / "teacher", theirs, {3: params})
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    config = toy_config("shared", teacher=str(tmp_path / "teacher"), **text)
+    whole = split_model(loop.train(config, tmp_path / "whole"))[1]
+    seen = []
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 2"):
+        patch.setattr(loop.hosts.Notice, "now", lambda notice, wait: seen.append(notice) or len(seen) == 2)
+        loop.train(config, tmp_path / "parts")
+    save_params(tmp_path / "teacher", theirs, {5: jax.tree.map(jnp.zeros_like, params)})
+    monkeypatch.chdir(tmp_path)
+    config.teacher = "teacher"  # the same folder
+    parts = split_model(loop.train(config, tmp_path / "parts"))[1]
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    with pytest.raises(UserError, match="^.*parts: holds a run with another config.teacher_weight .there 1.0, now 2"):
+        loop.train(change(config.copy_and_resolve_references(), teacher_weight=2.0), tmp_path / "parts")
+    alone = toy_config("gpt", base="teacher@3", **text)
+    loop.train(alone, tmp_path / "alone")
+    losses = curves(tmp_path / "alone")["train/loss"]
+    plain = toy_config("gpt", base="teacher@3", **{**text, "teacher_weight": 0.0})
+    loop.train(plain, tmp_path / "plain")
+    # A model that is its own teacher diverges from it by nothing, at first.
+    assert losses[1] == pytest.approx(curves(tmp_path / "plain")["train/loss"][1], rel=1e-6)
+    assert losses[4] > 1.00001 * curves(tmp_path / "plain")["train/loss"][4]
+
+
+def test_a_teacher_that_does_not_suit_is_refused(tmp_path):
+    save_params(tmp_path / "small", toy_config("gpt"), {1: {"x": jnp.zeros(1)}})
+    save_params(tmp_path / "large", toy_config("gpt", model__vocab_size=300), {1: {"x": jnp.zeros(1)}})
+    cases = (
+        ({"teacher": "none", "teacher_weight": 1.0}, "teacher: must be the folder of a trained run, but none has no"),
+        ({"teacher": "large", "teacher_weight": 1.0}, "teacher: must have 257 ids, like the model .*, but it has 300"),
+        ({"teacher": "small", "teacher_weight": 1.0, "sequence_length": 64, "model__max_length": 64}, "teacher: small "
+         "doesn't suit this run: config.sequence_length: must not exceed the number of positions, model.max_length"),
+        ({"teacher": "small", "teacher_weight": 1.0, "mesh__tensor": 8}, "teacher: small doesn't suit this run: "),
+        ({"teacher": "small"}, "teacher: must come with a config.teacher_weight above 0, but it is 'small'"),
+        ({"teacher_weight": 1.0}, "teacher_weight: must come with config.teacher or config.base, .* but it is 1.0"),
+        ({"teacher_weight": -1.0}, "teacher_weight: must not be negative, but it is -1.0"),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        for changes, sentence in cases:
+            config = toy_config("gpt", **changes)
+            with pytest.raises(UserError, match=f"^config.{sentence}"):
+                check_config(config, None)
+                config_of_teacher(config, jax.devices())

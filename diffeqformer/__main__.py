@@ -12,13 +12,13 @@ from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printabl
 
 COMMANDS = (
     "main", "plan", "doctor", "prepare", "generate", "evaluate", "downstream", "harness", "materialize", "import",
-    "export", "push", "leave_out", "analyze", "ode", "inspect", "compare",
+    "export", "push", "leave_out", "depth", "analyze", "ode", "inspect", "compare",
 )  # fmt: skip
 
 
 def module_of(command: str) -> str:
-    """The name of a command's module: `import` is a word of Python's own."""
-    return "import_model" if command == "import" else command
+    """The name of a command's module: `import` is a word of Python's own, and `depth` a package."""
+    return {"import": "import_model", "depth": "depth_report"}.get(command, command)
 
 
 def summary(command: str) -> str:

@@ -87,7 +87,8 @@ def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]
     write_text(folder / "report.html", f"{page}<h1>{html.escape(title)}</h1>{facts}{body}\n")
     numbers = {**about, **{section.name: section.numbers for section in sections}}
     arrays = {f"{section.name}/{name}": array for section in sections for name, array in section.arrays.items()}
-    partial = folder / "arrays.partial.npz"
-    np.savez_compressed(partial, **arrays)
-    partial.replace(folder / "arrays.npz")
+    if arrays:
+        partial = folder / "arrays.partial.npz"
+        np.savez_compressed(partial, **arrays)
+        partial.replace(folder / "arrays.npz")
     write_json(folder / "results.json", numbers)  # last: others look for it

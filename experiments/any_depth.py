@@ -4,8 +4,8 @@
     python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5
 
 Each row trains the same model on the same batches: whole (the control), in the fewest layers alone, or in both numbers
-by turns; distilled, with the model before training as the teacher. `diffeqformer leave_out` finds the layers. The text is `python_packages`; each row is scored on files of other
-packages before, halfway and after, and on WikiText-103 after.
+by turns; distilled, with the model before training as the teacher. `diffeqformer leave_out` finds the layers. The text
+is `python_packages`; each row is scored on files of other packages before, halfway and after, and on WikiText-103.
 """
 
 import functools
@@ -28,18 +28,21 @@ BYTES = {"train": 2_000_000, "validation": 60_000}
 KINDS = ("whole", "fewer layers", "fewer layers distilled", "both", "both distilled")
 
 
-def bits_of_wikitext(workdir: pathlib.Path, text: pathlib.Path, depths: list[int], cores: list[int] | None) -> dict:
+def bits_by_depth(
+    workdir: pathlib.Path, text: pathlib.Path, name: str, depths: list[int], cores: list[int] | None
+) -> dict:
     """The bits per byte of a run's newest checkpoint, by depth, in windows as in training."""
     options = [f"--files={text}", "--perplexity=full", "--batch_size=2", "--window=512", "--stride=512"]
-    rows = report("evaluate", workdir, "wikitext", [*options, f"--num_steps={','.join(map(str, depths))}"], cores)
+    rows = report("evaluate", workdir, name, [*options, f"--num_steps={','.join(map(str, depths))}"], cores)
     return {str(row["num_steps"]): row["bits_per_byte"] for row in rows["rows"]}
 
 
-def work(text: list[str], wikitext: pathlib.Path, row: str, cores: list[int] | None) -> dict:
+def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | None) -> dict:
     """Train a row, named by its kind and its seed.
 
     Returns:
-        bits per byte of the Python text by depth and step, and of WikiText-103 by depth after training.
+        bits per byte of the Python text by depth and step; after training, of it and of WikiText-103 by depth, also at
+        depths between those of training.
     """
     base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(", seed ")
     config = load_config(base)
@@ -59,7 +62,10 @@ def work(text: list[str], wikitext: pathlib.Path, row: str, cores: list[int] | N
     train(workdir, [*options, f"--config.optimizer.learning_rate={RATE.value:g}"], cores)
     tags = {depth: "bits_per_byte" if depth == layers else f"{BITS_AT}{depth}" for depth in depths}
     python = {str(depth): curve(workdir, f"validation/{tag}") for depth, tag in tags.items()}
-    return {"python": python, "wikitext": bits_of_wikitext(workdir, wikitext, depths, cores)}
+    between = sorted({*depths, *range(min(depths), max(depths), 2)})
+    texts = {"python by depth": "validation.jsonl", "wikitext": "wikitext-validation.txt"}
+    after = {name: bits_by_depth(workdir, folder / file, name, between, cores) for name, file in texts.items()}
+    return {"python": python, **after}
 
 
 def main(_) -> None:
@@ -67,7 +73,7 @@ def main(_) -> None:
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
     rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in KINDS]
-    run_rows(rows, str, functools.partial(work, text, folder / "wikitext-validation.txt"))
+    run_rows(rows, str, functools.partial(work, text, folder))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,35 @@ is `python_packages`; each row is scored on files of other packages before, half
 
 import functools
 import pathlib
+import sys
 
 from absl import app, flags
-from common import articles_of_wikitext, curve, define_flags, folder_of, report, run_rows, train
+from common import (
+    articles_of_wikitext,
+    curve,
+    define_flags,
+    folder_of,
+    read_results,
+    report,
+    results_file,
+    run_rows,
+    train,
+)
 from python_packages import write_corpus
 
 from diffeqformer.checkpoints.checkpoint import load_config
+from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import BITS_AT
 
-WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
-LEFT_OUT = flags.DEFINE_list("left_out", None, "Layers that are left out, in this order.", required=True)
+WIKITEXT = flags.DEFINE_string("wikitext", "", "wiki.valid.tokens of WikiText-103.")
+LEFT_OUT = flags.DEFINE_list("left_out", [], "Layers that are left out, in this order.")
 STEPS = flags.DEFINE_integer("steps", 150, "Steps of training, of 1,024 tokens each.", lower_bound=1)
 RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
+DRAW = flags.DEFINE_bool("draw", False, "Only draw experiments/any_depth.png, of the rows so far.")
 define_flags("any_depth", at_once=2)
 
 BYTES = {"train": 2_000_000, "validation": 60_000}
+TEXTS = {"python by depth": "Python files of other packages", "wikitext": "WikiText-103"}
 KINDS = ("whole", "fewer layers", "fewer layers distilled", "both", "both distilled")
 
 
@@ -63,17 +77,38 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
     tags = {depth: "bits_per_byte" if depth == layers else f"{BITS_AT}{depth}" for depth in depths}
     python = {str(depth): curve(workdir, f"validation/{tag}") for depth, tag in tags.items()}
     between = sorted({*depths, *range(min(depths), max(depths), 2)})
-    texts = {"python by depth": "validation.jsonl", "wikitext": "wikitext-validation.txt"}
-    after = {name: bits_by_depth(workdir, folder / file, name, between, cores) for name, file in texts.items()}
+    files = {"python by depth": "validation.jsonl", "wikitext": "wikitext-validation.txt"}
+    after = {name: bits_by_depth(workdir, folder / files[name], name, between, cores) for name in TEXTS}
     return {"python": python, **after}
 
 
+def draw(results: dict[str, dict]) -> None:
+    """Draw the bits per byte after training over the number of layers, of the rows that were scored by depth."""
+    figure, [axes] = new_figure(1, 2, (10, 3.8))
+    for colour, kind in zip(COLOURS, KINDS):
+        rows = [row for name, row in results.items() if name.startswith(f"{kind},")]
+        for axis, (name, title) in zip(axes, TEXTS.items()):
+            for row in rows:
+                points = sorted((int(depth), bits) for depth, bits in row[name].items())
+                axis.plot(*zip(*points), "o-" if len(points) > 1 else "D", color=colour, label=kind, markersize=5)
+            axis.set(title=title, xlabel="layers", ylabel="bits per byte, after training")
+            axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    once = dict(zip(labels, handles))
+    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=len(once), fontsize=8)
+    figure.savefig(results_file().with_suffix(".png"), dpi=110)
+
+
 def main(_) -> None:
+    if DRAW.value:
+        return draw(read_results(results_file()))
+    if not (WIKITEXT.value and LEFT_OUT.value):
+        sys.exit("--wikitext and --left_out: must be given, unless --draw is")
     folder = pathlib.Path(flags.FLAGS.folder)
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
     rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in KINDS]
-    run_rows(rows, str, functools.partial(work, text, folder))
+    draw(run_rows(rows, str, functools.partial(work, text, folder)))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ OF_STUDIES = {
         "experiments/coordinates.py --output=docs/pictures/coordinates.png", "docs/pictures/coordinates.png"
     ),
     "elastic": Study("experiments/elastic.py", "experiments/elastic.png"),
+    "any_depth": Study("experiments/any_depth.py --draw", "experiments/any_depth.png"),
     "depth_memory": Study("benchmarks/depth_memory.py --draw", "docs/pictures/depth_memory.png"),
 }
 WITH_WIKITEXT = ("depth", "ablation_overfitting", "finetune_depths")

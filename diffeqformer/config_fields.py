@@ -122,10 +122,11 @@ CONFIG_FIELDS = [
         "Folder of a run to start from, which also sets the model's shape; empty: random weights. runs/a@1000 is its "
         "checkpoint of that training step, and runs/a@best that of the best validation, instead of the newest."),
     ConfigField("teacher", "", None,
-        "Folder of a run whose distributions of the next token this one learns, too, named as in base; empty: the "
-        "base's. Its model needs the same tokenizer."),
+        "Folder of a run with the same tokenizer whose distributions of the next token this one learns, too, named as "
+        "in base; empty: the base's."),
     ConfigField("teacher_weight", 0.0, NOT_NEGATIVE,
-        "adds this times KL(teacher || model) to the loss of training; 0: there is no teacher"),
+        "adds this times KL(teacher || model) in nats to the loss of training, also as it is shown; 0: there is no "
+        "teacher"),
     ConfigField("seed", 0, Values(lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
         "of initial parameters, order of data and dropout"),
     ConfigField("steps", 20_000, at_least(1), "optimizer steps", change="decay"),

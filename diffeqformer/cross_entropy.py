@@ -19,8 +19,8 @@ class SoftTargets(NamedTuple):
     weight: how much the divergence from them counts beside the loss of the targets.
     """
 
-    states: Float[Array, "N E"]
-    matrix: Float[Array, "V E"]
+    states: Float[Array, "*N W"]
+    matrix: Float[Array, "V W"]
     weight: float
 
 

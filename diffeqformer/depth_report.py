@@ -13,6 +13,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -22,16 +23,17 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, as_html, log_if_wide, new_figure
-from diffeqformer.console.results import header, results_folder, whole_numbers
+from diffeqformer.console.results import header, results_folder, whole_numbers, write_json
 from diffeqformer.console.terminal import show_progress
+from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, reachable
 from diffeqformer.inference.sampling import write_tokens
 from diffeqformer.inference.scoring import Scorer, window_size
-from diffeqformer.inference.task_table import Value, columns_of
+from diffeqformer.inference.task_table import columns_of
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer, random_key, split_model, weights_of
+from diffeqformer.transformer import Transformer, abstract_model, random_key, split_model, weights_of
 
 COLUMNS = {"bits_per_byte": "bits/byte", "milliseconds_per_token": "ms/token", "megabytes": "weights, MB (fp32)"}
 
@@ -43,8 +45,37 @@ def define_flags() -> None:
     flags.DEFINE_string("downstream", None, "Folder of results of diffeqformer.downstream whose scores are shown, too.")
 
 
+class Row(NamedTuple):
+    """A checkpoint in a number of steps of depth, before anything is measured."""
+
+    workdir: str
+    opened: checkpoint.Opened
+    num_steps: int
+    megabytes: float
+
+
+def planned(options) -> list[Row]:
+    """All rows, by configs alone.
+
+    Raises:
+        UserError: if a folder has no checkpoint, or its model doesn't take one of the numbers of steps.
+    """
+    rows, depths = [], whole_numbers("--num_steps", options.num_steps, 1)
+    for workdir in (options.workdir, *options.beside):
+        own = workdir == options.workdir
+        option, step = ("--workdir", options.step) if own else ("--beside", None)
+        opened = checkpoint.open_to_read(workdir, option, step)
+        model = abstract_model(opened.config)
+        for number in (depths if own else []) or list(trained_depths(opened.config.model)):
+            rows.append(Row(workdir, opened, number, megabytes(model, number)))
+    return rows
+
+
 def megabytes(model: Transformer, num_steps: int) -> float:
-    """The size in fp32 of the weights of all steps with the embeddings: that of the exported model, if there is one."""
+    """The size in fp32 of the weights of all steps and the embeddings.
+
+    Where it can be exported and has neither adapters nor padding, that is the size of the exported model.
+    """
     graph, params = split_model(model)
     layers = jax.eval_shape(functools.partial(weights_of, graph, num_steps=num_steps), params).layers
     of_steps = sum(leaf.size for leaf in jax.tree.leaves(layers)) * (num_steps if model.depth.constant else 1)
@@ -73,49 +104,47 @@ def milliseconds_per_token(opened: checkpoint.Checkpoint, num_steps: int, rounds
     return 1000 * statistics.median(times[1:])
 
 
-def measured(options, workdir: str, depths: list[int]) -> Iterator[dict]:
-    """A row for each number of steps of a run's checkpoint, by default those of its training."""
-    own = workdir == options.workdir
-    opened = checkpoint.load(workdir, step=options.step if own else None, of="--workdir" if own else "--beside")
-    model, config = opened.model, opened.config.model
-    window = window_size(options.window, opened.config, model.max_length, "--window")
+def measured(options, rows: list[Row], window: int) -> Iterator[dict]:
+    """What is found for each row of one run, in windows of so many tokens."""
+    workdir, (_, step, *_) = rows[0].workdir, rows[0].opened
+    opened = checkpoint.load(workdir, step=step)
     evaluation = open_text(options, opened, *text_of(options, opened), window, window)
-    for number in depths or list(trained_depths(config)):
-        scorer, show = Scorer(model, number, options.batch_size), show_progress(f"{workdir}, {number} steps")
-        with logits_of(f"{workdir}, checkpoint {opened.step}"):
-            found = evaluation.full(scorer, show)
+    unknown = sum(account["unknown_tokens"] for account in evaluation.accounts(opened.tokenizer))
+    for row in rows:
+        scorer, show = Scorer(opened.model, row.num_steps, options.batch_size), show_progress(row.workdir)
+        with logits_of(f"{workdir}, checkpoint {step}"):
+            found = evaluation.full(scorer, show) | (WITHHELD if unknown else {})
         del scorer  # and its weights
-        row = {**header(workdir, opened), "num_steps": number, "text": evaluation.name, **found}
-        row["milliseconds_per_token"] = milliseconds_per_token(opened, number)
-        yield row | {"megabytes": megabytes(model, number), "scores": {}}
+        about = {**header(workdir, opened), "num_steps": row.num_steps, "dtype": opened.config.model.dtype}
+        about |= {"text": evaluation.name, "window": window, "unknown_tokens": unknown, **found}
+        about["milliseconds_per_token"] = milliseconds_per_token(opened, row.num_steps)
+        yield about | {"megabytes": row.megabytes}
 
 
-def downstream_runs(folder: pathlib.Path) -> list[dict]:
-    """What `diffeqformer.downstream` has written into a folder of results."""
-    with reachable("--downstream", folder):
-        try:
-            return json.loads((folder / "results.json").read_text())["runs"]
-        except (FileNotFoundError, ValueError, KeyError):
-            raise UserError(f"--downstream: {folder} has no results of diffeqformer.downstream") from None
+Scores = dict[tuple[str, int, int], dict[str, str]]
+"""The scores of `diffeqformer.downstream` as text, by full path, step of the checkpoint and steps of depth."""
 
 
-def add_scores(rows: list[dict], runs: list[dict]) -> list[str]:
-    """Add the scores of downstream `runs` to the rows of the same checkpoints and steps; returns the columns."""
-    names: dict[str, None] = {}
-    for row, run in itertools.product(rows, runs):
-        if same(row, run):
+def downstream_scores(folder: pathlib.Path, rows: list[Row]) -> Scores:
+    """What `diffeqformer.downstream` has found for the rows.
+
+    Raises:
+        UserError: if the folder has no results, or none of these rows.
+    """
+    try:
+        with reachable("--downstream", folder):
+            runs = json.loads((folder / "results.json").read_text())["runs"]
+        found: Scores = {}
+        for run in runs:
+            place = os.path.realpath(run["workdir"]), run["checkpoint_step"], run["num_steps"]
             [column] = columns_of([run])
-            for task, value in column.values[run["shots"]].items():
-                name = f"{task}, {run['shots']} shots"
-                names[name] = None
-                row["scores"][name] = value._asdict()
-    return list(names)
-
-
-def same(row: dict, run: dict) -> bool:
-    """Whether two results are of one checkpoint in equally many steps."""
-    places = (os.path.realpath(each["workdir"]) for each in (row, run))
-    return len({*places}) == 1 and all(row[name] == run[name] for name in ("checkpoint_step", "num_steps"))
+            scores = {f"{task}, {run['shots']} shots": str(v) for task, v in column.values[run["shots"]].items()}
+            found.setdefault(place, {}).update(scores)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        raise UserError(f"--downstream: {folder} has no results of diffeqformer.downstream") from None
+    if not found.keys() & {(os.path.realpath(row.workdir), row.opened.step, row.num_steps) for row in rows}:
+        raise UserError(f"--downstream: {folder} has no results of these checkpoints in these numbers of steps")
+    return found
 
 
 def label(row: dict) -> str:
@@ -147,15 +176,16 @@ def plot(rows: list[dict]):
     return figure
 
 
-def write(rows: list[dict], scores: list[str], folder: pathlib.Path) -> None:
+def write(rows: list[dict], folder: pathlib.Path) -> None:
     """Write the page, the picture and the numbers."""
     figure, cells = plot(rows), []
     figure.savefig(folder / "depth.png", dpi=130)
+    scores = list(dict.fromkeys(name for row in rows for name in row["scores"]))
     for row in rows:
-        found = [str(Value(**row["scores"][name])) if name in row["scores"] else "" for name in scores]
+        found = [row["scores"].get(name, "") for name in scores]
         cells.append([label(row), row["num_steps"], *(row[name] for name in COLUMNS), *found])
     table = report.table(["model", "steps", *COLUMNS.values(), *scores], cells)
-    how = "Windows are disjoint. Times are of one text, on this machine, one model after the other."
+    how = f"Windows of {rows[0]['window']} tokens, disjoint. Times are of one text, one model after the other."
     html = report.paragraph(how) + table + as_html(figure, "bits per byte over depth")
     about = {"text": rows[0]["text"], "bytes": rows[0]["bytes"], "device": jax.devices()[0].device_kind}
     section = report.Section("rows", "Quality, time and size by depth", html, rows, {})
@@ -163,21 +193,24 @@ def write(rows: list[dict], scores: list[str], folder: pathlib.Path) -> None:
 
 
 def report_depths(options) -> list[dict]:
-    """Measure all rows, print them one by one, and write the report; returns the rows."""
+    """Measure all rows, print them one by one, and write the report; returns what it says of each."""
     hosts.check_one("depth: this command")
-    depths, rows = whole_numbers("--num_steps", options.num_steps, 1), []
-    downstream = downstream_runs(pathlib.Path(options.downstream)) if options.downstream else []
-    if options.output:  # before the work whose results it will hold
-        results_folder(options.output, options.workdir)
-    for workdir in (options.workdir, *options.beside):
-        for row in measured(options, workdir, depths if workdir == options.workdir else []):
-            if rows and row["bytes"] != rows[0]["bytes"]:
-                raise UserError(f"--beside: {workdir} has another text of its own; name one for all with --files")
-            rows.append(row)
-            said = f"{row['bits_per_byte']:.4f} bits/byte, {row['milliseconds_per_token']:.2f} ms/token"
-            print(f"{workdir}, {row['num_steps']} steps: {said}, {row['megabytes']:,.1f} MB of weights", flush=True)
+    plan, rows = planned(options), []
+    scores = downstream_scores(pathlib.Path(options.downstream), plan) if options.downstream else {}
+    model = plan[0].opened.config
+    window = window_size(options.window, model, min(row.opened.config.model.max_length for row in plan), "--window")
     folder = results_folder(options.output, options.workdir, "depth")
-    write(rows, add_scores(rows, downstream), folder)
+    for _, of_run in itertools.groupby(plan, key=lambda row: row.workdir):
+        for row in measured(options, list(of_run), window):
+            if rows and row["bytes"] != rows[0]["bytes"]:
+                raise UserError(f"--beside: {row['workdir']} has another text of its own; name one with --files")
+            place = os.path.realpath(row["workdir"]), row["checkpoint_step"], row["num_steps"]
+            rows.append(row | {"scores": scores.get(place, {})})
+            said = f"{row['bits_per_byte']:.4f} bits/byte, {row['milliseconds_per_token']:.2f} ms/token"
+            print(f"{label(row)}, {row['num_steps']} steps: {said}, {row['megabytes']:,.1f} MB of weights", flush=True)
+            write_json(folder / "rows.json", rows)
+    write(rows, folder)
+    (folder / "rows.json").unlink()  # which results.json has
     print(f"report.html, depth.png and results.json are in {folder}")
     return rows
 

@@ -86,18 +86,17 @@ class Needs(NamedTuple):
 
 def needs_of(config: ConfigDict) -> Needs:
     """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
-    teacher = config_of_teacher(config, jax.devices())
+    with hosts.all_succeed("the teacher"):
+        teacher = config_of_teacher(config, jax.devices())
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
     state = program.state_shapes
-    frozen = bytes_of(program.frozen(state["params"]))  # saved once
-    checkpoint = bytes_of(state) - frozen
+    frozen = bytes_of(program.frozen(state["params"]))
+    checkpoint, once = bytes_of(state) - frozen, frozen + bytes_of(program.teacher_shapes)
     number = config.checkpoints_kept + 2 + (decay_start(config) is not None)  # with the best and one in the making
     seconds = utilisation(config, 1.0, list(program.mesh.devices.flat), min(program.depths))
     batch = config.batch_size * config.sequence_length * token_type(config.model.vocab_size).itemsize
     rates = (batch / seconds, checkpoint / seconds / config.checkpoint_every) if not math.isnan(seconds) else ()
-    return Needs(
-        program.mesh, size_of((state, program.taught_shapes)), checkpoint, number * checkpoint + frozen, *rates
-    )
+    return Needs(program.mesh, size_of((state, program.teacher_shapes)), checkpoint, number * checkpoint + once, *rates)
 
 
 def check(what: str, remedy: str, measure: Callable[[], Any], judge: Callable[[list], tuple[str, str, str]]) -> Row:

@@ -132,6 +132,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "data_sha256": about.data_sha256,
         "validation_sha256": about.validation_sha256,
         "base": about.base,
+        "teacher": about.teacher,
         "materialized_from": about.materialized_from,
         "earlier_rates": about.earlier_rates,
         "time_spent": about.time_spent,
@@ -170,7 +171,11 @@ def heading(found: dict) -> list[str]:
     ]
     if found["damage"]:
         lines.append(found["damage"])
-    for key, began in (("base", "began with the weights of"), ("materialized_from", "made from")):
+    for key, began in (
+        ("base", "began with the weights of"),
+        ("teacher", "learns from"),
+        ("materialized_from", "made from"),
+    ):
         if found[key]:
             lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")
     for last, rate in (found["earlier_rates"] or {}).items():

@@ -90,9 +90,10 @@ def one_device_loop(monkeypatch):
     programs, new_program = {}, run.Program
 
     def program(config, mesh, teacher=None):
-        if str(config) not in programs:
-            programs[str(config)] = new_program(config, mesh, teacher=teacher)
-        return programs[str(config)]
+        key = str((config, teacher))
+        if key not in programs:
+            programs[key] = new_program(config, mesh, teacher=teacher)
+        return programs[key]
 
     monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
     monkeypatch.setattr(run, "Program", program)

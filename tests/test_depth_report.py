@@ -2,17 +2,18 @@
 
 import json
 import math
+import types
 
 import jax
 import pytest
 from huggingface import write_run
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.depth_report import megabytes
+from diffeqformer.depth_report import megabytes, report_depths
+from diffeqformer.errors import UserError
 from diffeqformer.materialize import materialize
 from diffeqformer.transformer import split_model
 from helpers import build_model
-from runs import command
 
 SCORED = {"shots": 0, "contexts": 9, "contexts_cut": 0, "unknown_tokens": 0, "altered_texts": 0}
 
@@ -34,21 +35,37 @@ def test_the_report_has_a_row_for_each_depth_and_for_what_is_beside(tmp_path):
     found["checkpoint_step"] = checkpoint.open_to_read(tmp_path / "many").step
     found["tasks"] = {"piqa": {"acc,none": 0.625, "acc_stderr,none": 0.01, **SCORED}}
     (tmp_path / "results.json").write_text(json.dumps({"runs": [found]}))
-    options = [f"--workdir={tmp_path / 'many'}", f"--files={tmp_path / 'text.txt'}", f"--output={tmp_path / 'report'}"]
-    done = command("depth_report", *options, f"--beside={tmp_path / 'four'}", f"--downstream={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "report" / "results.json").read_text())["rows"]
+    options = types.SimpleNamespace(
+        workdir=str(tmp_path / "many"),
+        beside=[str(tmp_path / "four")],
+        files=str(tmp_path / "text.txt"),
+        downstream=str(tmp_path),
+        output=str(tmp_path / "report"),
+        split="validation",
+        batch_size=4,
+        num_steps=[],
+        **dict.fromkeys(("step", "task", "text_field", "separator", "remote", "module", "window")),
+    )
+    rows = report_depths(options)
+    assert json.loads((tmp_path / "report" / "results.json").read_text())["rows"] == rows
     assert [row["num_steps"] for row in rows] == [4, 6, 4]
     assert rows[0]["bits_per_byte"] == pytest.approx(rows[2]["bits_per_byte"], rel=1e-6)
     assert rows[0]["bits_per_byte"] != pytest.approx(rows[1]["bits_per_byte"], rel=1e-4)
     assert rows[0]["megabytes"] == rows[2]["megabytes"] < rows[1]["megabytes"]
     assert all(0 < row["milliseconds_per_token"] < math.inf for row in rows)
-    assert [row["scores"].get("piqa, 0 shots", {}).get("value") for row in rows] == [62.5, None, None]
+    assert [row["scores"] for row in rows] == [{"piqa, 0 shots": "62.50 (1.00)"}, {}, {}]
     page = (tmp_path / "report" / "report.html").read_text()
     assert "62.50 (1.00)" in page and "data:image/png" in page
     assert (tmp_path / "report" / "depth.png").stat().st_size > 5000
-    wrong = command("depth_report", *options[:2], f"--output={tmp_path / 'other'}", f"--downstream={tmp_path / 'none'}")
-    assert wrong.returncode == 1
-    assert (
-        wrong.stderr == f"diffeqformer: --downstream: {tmp_path / 'none'} has no results of diffeqformer.downstream\n"
+    refused = (
+        ({"downstream": str(tmp_path / "none")}, "--downstream: .*none has no results of diffeqformer.downstream$"),
+        ({"num_steps": ["6"]}, "--downstream: .* has no results of these checkpoints in these numbers of steps$"),
+        ({"num_steps": ["4", "7"]}, "num_steps: this model has weights for 4 to 6 steps, but it is 7"),
+        ({"beside": ["none"]}, "none: there is no checkpoint here"),
+        ({"window": 64}, "--window: must be from 2 to the 16 positions"),
     )
+    for changes, sentence in refused:  # before anything is loaded
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=f"^{sentence}"):
+            patch.setattr(checkpoint, "load", None)
+            report_depths(types.SimpleNamespace(**{**vars(options), **changes, "output": str(tmp_path / "other")}))
+    assert not (tmp_path / "other").exists()

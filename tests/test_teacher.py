@@ -9,12 +9,13 @@ import pytest
 from flax import nnx
 
 from diffeqformer import cross_entropy
+from diffeqformer.checkpoints.about import About
 from diffeqformer.config import check_config
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import hooks, loop
 from diffeqformer.training.step import Program
-from diffeqformer.training.teacher import config_of_teacher
+from diffeqformer.training.teacher import config_of_teacher, record_of_teacher
 from diffeqformer.transformer import split_model
 from helpers import change, drawn, first_state, lively_model, normal, save_params, tokens_of, toy_config
 from runs import curves
@@ -53,7 +54,7 @@ def test_chunks_give_the_divergence_of_all_logits(monkeypatch):
     [
         ((1, 1, 1), "diffeqformer", "llama", {"microbatches": 2, "model__norm_of_norm": False}),
         ((2, 2, 2), "gpt", "shared", {"model__vocab_multiple": 16}),
-        ((2, 2, 2), "diffeqformer", "diffeqformer", {"model__generate_chunk": 2, "model__vocab_multiple": 16}),
+        ((2, 1, 1), "diffeqformer", "diffeqformer", {"model__generate_chunk": 2, "microbatches": 4}),
     ],
 )
 def test_a_student_learns_the_text_and_its_teacher(mesh, student, teacher, changes):
@@ -71,10 +72,10 @@ def test_a_student_learns_the_text_and_its_teacher(mesh, student, teacher, chang
         logits = student(tokens, student.weights())[:, :-1, :257]
         return whole_loss(logits, soft, tokens[:, 1:], 1 / logits[..., 0].size, 0.5)
 
-    taught = program.teacher.load(model)
+    state = program.teacher.state(model)
     found = jax.jit(
         lambda *inputs: program.loss.value_and_grad(*inputs[:2], None, config.microbatches, None, inputs[2])
-    )(params, tokens, taught)
+    )(params, tokens, state)
     expected = jax.jit(jax.value_and_grad(whole))(jax.tree.map(jnp.asarray, jax.device_get(params)))
     assert found[0] == pytest.approx(float(expected[0]), rel=1e-6)
     for ours, plain in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
@@ -83,7 +84,7 @@ def test_a_student_learns_the_text_and_its_teacher(mesh, student, teacher, chang
 
 @pytest.mark.long
 def test_a_resumed_run_keeps_the_teacher_that_it_began_with(tmp_path, short_stores, one_device_loop, monkeypatch):
-    """Bit for bit, though the teacher's run has gone on; by default the base teaches."""
+    """Bit for bit, though the teacher's run is gone; by default the base teaches."""
     theirs, text = toy_config("gpt"), {"data__dir": str(short_stores), "steps": 4, "teacher_weight": 1.0}
     params = drawn(theirs.model)[1]
     save_params(tmp_path / "teacher", theirs, {3: params})
@@ -95,17 +96,19 @@ def test_a_resumed_run_keeps_the_teacher_that_it_began_with(tmp_path, short_stor
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 2"):
         patch.setattr(loop.hosts.Notice, "now", lambda notice, wait: seen.append(notice) or len(seen) == 2)
         loop.train(config, tmp_path / "parts")
-    save_params(tmp_path / "teacher", theirs, {5: jax.tree.map(jnp.zeros_like, params)})
+    (tmp_path / "teacher").rename(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     config.teacher = "teacher"  # the same folder
     parts = split_model(loop.train(config, tmp_path / "parts"))[1]
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     with pytest.raises(UserError, match="^.*parts: holds a run with another config.teacher_weight .there 1.0, now 2"):
         loop.train(change(config.copy_and_resolve_references(), teacher_weight=2.0), tmp_path / "parts")
-    alone = toy_config("gpt", base="teacher@3", **text)
+    alone = toy_config("gpt", base="base@3", **text)
     loop.train(alone, tmp_path / "alone")
+    with pytest.raises(UserError, match="^config.teacher: must be the folder of a trained run, but teacher has no"):
+        loop.train(config, tmp_path / "new")
     losses = curves(tmp_path / "alone")["train/loss"]
-    plain = toy_config("gpt", base="teacher@3", **{**text, "teacher_weight": 0.0})
+    plain = toy_config("gpt", base="base@3", **{**text, "teacher_weight": 0.0})
     loop.train(plain, tmp_path / "plain")
     # A model that is its own teacher diverges from it by nothing, at first.
     assert losses[1] == pytest.approx(curves(tmp_path / "plain")["train/loss"][1], rel=1e-6)
@@ -117,10 +120,11 @@ def test_a_teacher_that_does_not_suit_is_refused(tmp_path):
     save_params(tmp_path / "large", toy_config("gpt", model__vocab_size=300), {1: {"x": jnp.zeros(1)}})
     cases = (
         ({"teacher": "none", "teacher_weight": 1.0}, "teacher: must be the folder of a trained run, but none has no"),
-        ({"teacher": "large", "teacher_weight": 1.0}, "teacher: must have 257 ids, like the model .*, but it has 300"),
+        ({"teacher": "large", "teacher_weight": 1.0}, "teacher: must have 257 ids, as this model has, but it has 300"),
         ({"teacher": "small", "teacher_weight": 1.0, "sequence_length": 64, "model__max_length": 64}, "teacher: small "
          "doesn't suit this run: config.sequence_length: must not exceed the number of positions, model.max_length"),
-        ({"teacher": "small", "teacher_weight": 1.0, "mesh__tensor": 8}, "teacher: small doesn't suit this run: "),
+        ({"teacher": "small", "teacher_weight": 1.0, "mesh__tensor": 8}, "teacher: small doesn't suit this run: "
+         "config.mesh.tensor: must divide config.model.heads"),
         ({"teacher": "small"}, "teacher: must come with a config.teacher_weight above 0, but it is 'small'"),
         ({"teacher_weight": 1.0}, "teacher_weight: must come with config.teacher or config.base, .* but it is 1.0"),
         ({"teacher_weight": -1.0}, "teacher_weight: must not be negative, but it is -1.0"),
@@ -132,3 +136,5 @@ def test_a_teacher_that_does_not_suit_is_refused(tmp_path):
             with pytest.raises(UserError, match=f"^config.{sentence}"):
                 check_config(config, None)
                 config_of_teacher(config, jax.devices())
+        with pytest.raises(UserError, match="^config.data.tokenizer: must be the tokenizer of config.teacher, bytes"):
+            record_of_teacher(toy_config("gpt", teacher="small", teacher_weight=1.0), About({}, "bytes", "more"))

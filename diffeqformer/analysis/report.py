@@ -35,7 +35,7 @@ class Section:
     name: str
     title: str
     html: str
-    numbers: dict
+    numbers: dict | list
     arrays: dict[str, np.ndarray]
 
 
@@ -80,7 +80,7 @@ def print_largest(title: str, pieces: list[str], values: np.ndarray) -> None:
 
 
 def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]) -> None:
-    """Write report.html, results.json and arrays.npz for the finished parts."""
+    """Write report.html, results.json and, if there are arrays, arrays.npz for the finished parts."""
     body = "".join(f"<h2>{html.escape(section.title)}</h2>{section.html}" for section in sections)
     facts = table(["", ""], [[name, value] for name, value in about.items()])
     page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"

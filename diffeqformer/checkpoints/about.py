@@ -13,7 +13,7 @@ class About:
     tokenizer: str  # its name
     tokenizer_data: str = ""  # the result of `Tokenizer.save`; empty if the name is enough
     base: dict | None = None  # the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run
-    teacher: dict | None = None  # the same of the model whose distributions it learns
+    teacher: dict | None = None  # the same of the teacher's run, and `model`, a part of its config
     data_sha256: str = ""  # hash of the training split's ids
     validation_sha256: str = ""  # of the validation split's, or empty if an earlier version saved it
     store: str | None = None  # the folder of the token store, in full

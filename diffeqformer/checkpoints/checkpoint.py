@@ -1,7 +1,7 @@
 """Checkpoints, by Orbax: parameters, optimizer state, config and tokenizer of a run in one place.
 
     <workdir>/checkpoints/<step>/{params, optimizer, about, metrics}; metrics if it was just validated
-    <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
+    <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once. <workdir>/teacher: a teacher's
 
 A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).
 `about` (`about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint can be opened
@@ -214,37 +214,44 @@ def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir
     return once_more(lambda: open_to_read(workdir, of, step)).config
 
 
-def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
-    """Save a new run's frozen parameters, which its checkpoints won't hold. Earlier ones are replaced."""
+def save_frozen(workdir: epath.PathLike, params: dict, base: dict, name: str = "frozen") -> None:
+    """Save what a new run keeps frozen, and its checkpoints won't hold. What is there is replaced.
+
+    Args:
+        base: the record of where it is from.
+        name: of the folder: frozen, or teacher.
+    """
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():
-            folder_of(workdir, "frozen").rmtree(missing_ok=True)
-    with open_to_write(workdir, 1, "frozen") as checkpoints, written(checkpoints):
+            folder_of(workdir, name).rmtree(missing_ok=True)
+    with open_to_write(workdir, 1, name) as checkpoints, written(checkpoints):
         record = sealed({**base, "checksums": checksums.of_tree({"params": params})})
         begin_save(checkpoints, 0, {"params": params, "about": record})
         checkpoints.wait()
 
 
-def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[str, str] | None, str]:
+def open_frozen(
+    workdir: epath.PathLike, base: dict, name: str = "frozen"
+) -> tuple[epath.Path, dict[str, str] | None, str]:
     """The folder of `save_frozen`'s checkpoint, whose step is 0, its checksums, and the remedy if it can't be read."""
-    folder, remedy = folder_of(workdir, "frozen"), "restore the folder that the run made"
+    folder, remedy = folder_of(workdir, name), "restore the folder that the run made"
     with reachable("--workdir", workdir):
         if work_folder(workdir).name.startswith("ended-") and not folder.exists():  # inside the run's folder
-            folder = folder.parent.parent / "frozen"
+            folder = folder.parent.parent / name
         there = (folder / "0").is_dir()
     if not there:
-        raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
+        raise UserError(f"{folder}: frozen weights of this run are missing; {remedy}")
     with readable(folder, 0, remedy):
         theirs = unsealed(read_json(folder, 0))
         recorded = theirs.pop("checksums", None)
     if theirs != base:
-        raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
+        raise UserError(f"{folder}: these frozen weights belong to another run; {remedy}")
     return folder, recorded, remedy
 
 
-def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
+def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict, name: str = "frozen") -> dict:
     """The parameters of `save_frozen`, placed according to `abstract`."""
-    folder, recorded, remedy = open_frozen(workdir, base)
+    folder, recorded, remedy = open_frozen(workdir, base, name)
     with readable(folder, 0, remedy):
         params = ocp.load(folder / "0", abstract, checkpointable_name="params")
         checksums.check({"params": params}, recorded)

@@ -22,7 +22,7 @@ def check_links(folder: pathlib.Path, option: str) -> None:
 
     Inside of a checkpoint nothing is written, so the folders of a run's checkpoints are searched no deeper.
     """
-    inside = [os.path.join(folder, name) for name in ("checkpoints", "frozen", "damaged")]
+    inside = [os.path.join(folder, name) for name in ("checkpoints", "frozen", "teacher", "damaged")]
     for parent, folders, files in os.walk(folder):
         for path in (os.path.join(parent, name) for name in (*folders, *files)):
             check_link(path, option)

@@ -182,21 +182,23 @@ class ChunkedLoss(ShardedLoss):
         keys: Key[Array, "B"] | None,
         microbatches: int = 1,
         grid: Grid | None = None,
-        taught: PyTree = None,
+        teacher_state: PyTree = None,
     ) -> tuple[Float[Array, ""], dict]:
         """As in `ShardedLoss`. All parameters train, and each P has a gradient of its own shape."""
         model = nnx.merge(self.graph, params)
         steps = self.chunked(model, grid or model.grid())
         scale = 1 / (tokens.shape[0] * (tokens.shape[1] - 1))
 
-        def on_device(params, steps, taught, tokens, keys):
+        def on_device(params, steps, teacher_state, tokens, keys):
             scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-            return jax.lax.psum(self.chunked_loss(params, steps, tokens, keys, scored, microbatches, taught), AXES)
+            return jax.lax.psum(
+                self.chunked_loss(params, steps, tokens, keys, scored, microbatches, teacher_state), AXES
+            )
 
         of_keys = None if keys is None else BY_EXAMPLE
         specs = self.param_specs, EVERYWHERE, self.teacher and self.teacher.specs, BY_EXAMPLE, of_keys
         mean = on_each_device(self.mesh, on_device, specs, EVERYWHERE)
-        return jax.value_and_grad(mean)(params, steps, taught, tokens, keys)
+        return jax.value_and_grad(mean)(params, steps, teacher_state, tokens, keys)
 
     def chunked(self, model: Transformer, grid: Grid) -> ChunkedSteps:
         """The steps of a grid in chunks of equal length."""
@@ -205,7 +207,7 @@ class ChunkedLoss(ShardedLoss):
         return ChunkedSteps(features, jnp.asarray(grid.step_sizes, jnp.float32).reshape(-1, length))
 
     def chunked_loss(
-        self, params: dict, steps: ChunkedSteps, tokens, keys, scored, microbatches: int, taught=None
+        self, params: dict, steps: ChunkedSteps, tokens, keys, scored, microbatches: int, teacher_state=None
     ) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` times the loss. Parameters are the device's parts."""
         model = self.model_on_device(without_depth(params))
@@ -214,7 +216,7 @@ class ChunkedLoss(ShardedLoss):
         state, keys = jax.tree.map(functools.partial(split_batch, parts=microbatches), (state, keys))
         last = Chunks(self, model, microbatches).last(state, steps.features, params["depth"], steps.step_sizes, keys)
         x = model.solver.read(last).swapaxes(0, 1).reshape(x.shape)
-        return self.loss_of_states(model, x, tokens, scored, taught)
+        return self.loss_of_states(model, x, tokens, scored, teacher_state, microbatches)
 
     @at_its_precision
     def sum_and_count(

@@ -113,8 +113,8 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
         )
 
 
-def chosen_base(base: str) -> tuple[str, Step]:
-    """The folder that `config.base` names, and which of its checkpoints, as in runs/a@1000 and runs/a@best.
+def chosen_base(base: str, field: str = "base") -> tuple[str, Step]:
+    """The folder that `config.base`, or another field, names, and which checkpoint, as in runs/a@1000 and runs/a@best.
 
     Raises:
         UserError: if it can't be seen whether there is a folder with such a name, which then is the one.
@@ -122,13 +122,13 @@ def chosen_base(base: str) -> tuple[str, Step]:
     folder, _, step = base.rpartition("@")
     if not (folder and re.fullmatch("best|[0-9]{1,18}", step)):
         return base, None
-    with reachable("config.base", base):
+    with reachable(f"config.{field}", base):
         return (base, None) if work_folder(base).exists() else (folder, step if step == BEST else int(step))
 
 
 def is_base_of(config: ConfigDict, about: checkpoint.About, saved: ConfigDict, field: str = "base") -> bool:
     """Whether the config's base, or teacher, is that of a checkpoint, by the config and full path that it has saved."""
-    (ours, step), (theirs, of_theirs) = chosen_base(config[field]), chosen_base(saved[field])
+    (ours, step), (theirs, of_theirs) = (chosen_base(each[field], field) for each in (config, saved))
     return step == of_theirs and place(ours) in (place(theirs), (getattr(about, field) or {}).get("workdir"))
 
 
@@ -138,7 +138,7 @@ def reading(config: ConfigDict, field: str = "base") -> Iterator[None]:
     try:
         yield
     except NoSuchStep as error:
-        if chosen_base(config[field])[1] == error.step:
+        if chosen_base(config[field], field)[1] == error.step:
             raise
         raise UserError(
             f"config.{field}: {config[field]} is still being trained, and its checkpoint at step {error.step:,} has "
@@ -182,7 +182,7 @@ def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") ->
         UserError: if it was trained with another tokenizer than `about` has.
     """
     with reading(config, field):
-        folder, step = chosen_base(config[field])
+        folder, step = chosen_base(config[field], field)
         _, step, theirs, _ = checkpoint.open_to_read(folder, f"config.{field}", step)
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
@@ -192,13 +192,13 @@ def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") ->
         return {"workdir": place(folder), "step": step, "data_sha256": theirs.data_sha256}
 
 
-def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
-    """Check that the parameters of the base's checkpoint fit into a mesh's memory, before a program is compiled."""
-    with reading(config):
-        base = checkpoint.load_config(chosen_base(config.base)[0], step, "config.base")
+def check_base_fits(config: ConfigDict, step: int, mesh: Mesh, field: str = "base") -> None:
+    """Check that the parameters of a base's, or teacher's, checkpoint fit into a mesh's memory, before compiling."""
+    with reading(config, field):
+        base = checkpoint.load_config(chosen_base(config[field], field)[0], step, f"config.{field}")
     remedy = "materialize it on a machine with more memory, and take the folder of that"
     params = split_model(abstract_model(base))[1]
-    check_free(f"config.base: the parameters of {config.base}", params, 1 / mesh.size, remedy)
+    check_free(f"config.{field}: the parameters of {config[field]}", params, 1 / mesh.size, remedy)
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:

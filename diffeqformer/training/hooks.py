@@ -65,7 +65,7 @@ class Hooks:
         if new := num_steps not in self.compiled:
             self.clock.lap("steps")
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
-            state, scalars = run.program.train_step(state, batch, num_steps, *run.taught)
+            state, scalars = run.program.train_step(state, batch, num_steps, *run.teacher_state)
         if new:
             self.compiled.add(num_steps)
             self.progress.compiled(self.clock.lap("compilation"))

@@ -78,7 +78,7 @@ def train(
     with hosts.all_succeed("the tokenizer"):
         tokenizer = tokenizer_of(config.data, saved_tokenizer(config, workdir))
     check_tokenizer(config, tokenizer)
-    folder, program = work_folder(workdir), make_program(config)  # fail before a corpus is prepared for hours
+    folder, program = work_folder(workdir), make_program(config, workdir)  # fail before a corpus is prepared for hours
     config = program.config  # with its microbatches, which the record has
     splits, about = agree(config, folder, tokenizer)
     verified = verifying(pathlib.Path(about.store), tokenizer.vocab_size) if verify else None

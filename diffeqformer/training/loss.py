@@ -94,7 +94,7 @@ class ShardedLoss:
         keys: Key[Array, "B"] | None,
         microbatches: int = 1,
         grid: Grid | None = None,
-        taught: PyTree = None,
+        teacher_state: PyTree = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
@@ -108,7 +108,7 @@ class ShardedLoss:
             keys: one dropout key for each example, or None.
             microbatches: number of parts of each device's examples, processed one after the other.
             grid: the steps of depth; by default the model's own grid.
-            taught: what the teacher computes with, if there is one.
+            teacher_state: the teacher's, if there is one. Then its weight times the divergence from it is added.
 
         Raises:
             UserError: if the microbatches don't divide the examples of a device.
@@ -127,10 +127,10 @@ class ShardedLoss:
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.generator_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
-        def on_device(trained, frozen, step_sizes, taught, tokens, keys):
+        def on_device(trained, frozen, step_sizes, teacher_state, tokens, keys):
             trained = gather(trained, specs, ("generator",))
             loss_of = functools.partial(
-                self.microbatch_loss, model.stack, frozen, step_sizes, taught, microbatches / count
+                self.microbatch_loss, model.stack, frozen, step_sizes, teacher_state, microbatches / count
             )
             loss, gradient = accumulate_gradients(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
@@ -139,7 +139,9 @@ class ShardedLoss:
         of_keys = None if keys is None else BY_EXAMPLE
         in_specs = (specs, frozen_specs, EVERYWHERE, self.teacher and self.teacher.specs, BY_EXAMPLE, of_keys)
         on_devices = on_each_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
-        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, taught, tokens, keys)
+        loss, gradient = on_devices(
+            trained | layers, frozen | frozen_layers, grid.step_sizes, teacher_state, tokens, keys
+        )
         with multiplying(model.depth.precision):
             d_depth, d_factors = pull_back({"depth": gradient["depth"]})
         d_projections = {"layers": {name: {"projection": d_factor} for name, d_factor in d_factors.items()}}
@@ -172,15 +174,17 @@ class ShardedLoss:
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def microbatch_loss(
-        self, stack: Callable, frozen: dict, step_sizes, taught, scale, trained: dict, tokens, keys
+        self, stack: Callable, frozen: dict, step_sizes, teacher_state, scale, trained: dict, tokens, keys
     ) -> Float[Array, ""]:
         """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
         scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored, taught)
+        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored, teacher_state)
 
-    def local_loss(self, others: dict, weights: StackedWeights, tokens, keys, scored, taught=None) -> Float[Array, ""]:
+    def local_loss(
+        self, others: dict, weights: StackedWeights, tokens, keys, scored, teacher_state=None
+    ) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` [B, S] times the loss of the next token in nats.
 
         Devices that share the work of every token (`tensor`) each compute all states, and divide up the positions of
@@ -189,7 +193,7 @@ class ShardedLoss:
         model = self.model_on_device(others)
         context = self.context_on_device(model, keys)
         x = model.last_state(tokens, self.gathering(weights), context)
-        return self.loss_of_states(model, x, tokens, scored, taught)
+        return self.loss_of_states(model, x, tokens, scored, teacher_state)
 
     def model_on_device(self, others: dict) -> Transformer:
         """The whole model without depth weights, from this device's parts of its parameters."""
@@ -207,10 +211,12 @@ class ShardedLoss:
             return weights
         return dataclasses.replace(weights, gather=lambda layers: gather(layers, self.step_specs, ("fsdp",)))
 
-    def loss_of_states(self, model: Transformer, x, tokens, scored, taught=None) -> Float[Array, ""]:
-        """The part of `local_loss` after the last states `x` [B, S, D]."""
+    def loss_of_states(
+        self, model: Transformer, x, tokens, scored, teacher_state=None, microbatches: int = 1
+    ) -> Float[Array, ""]:
+        """The part of `local_loss` after the last states `x` [B, S, D]. A teacher reads one microbatch at a time."""
         matrix, targets = model.head_matrix(), jnp.roll(tokens, -1, axis=1)
-        soft = taught and self.teacher.soft_targets(taught, tokens, len(matrix))
+        soft = teacher_state and self.teacher.soft_targets(teacher_state, tokens, len(matrix), microbatches)
         of_positions = x, targets, scored, soft and soft.states
         if (shared := self.mesh.shape["tensor"]) > 1:
             length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)

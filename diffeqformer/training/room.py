@@ -30,7 +30,8 @@ def check_memory(program: Program, will_train: bool) -> None:
         return
     free = min(hosts.of_all(free))  # on all hosts or on none: the others would wait for one that has given up
     config, state = program.config, program.state_shapes
-    needed, beside = size_of((state, program.taught_shapes)), ", its teacher" * bool(program.teacher)
+    teacher = program.teacher_shapes if will_train else ()
+    needed, beside = size_of((state, teacher)), ", its teacher" * bool(teacher)
     if needed > free:
         raise UserError(
             f"config.model: its parameters{beside} and the optimizer's state need {gigabytes(needed)} on each device, "
@@ -40,9 +41,9 @@ def check_memory(program: Program, will_train: bool) -> None:
         return
     tokens, _ = program.batch_to_evaluate()
     for depth in largest_depths(config.model, chunk_lengths(config.model)):
-        lowered = program.train_step.lower(state, tokens, depth, *program.taught_shapes)
+        lowered = program.train_step.lower(state, tokens, depth, *program.teacher_shapes)
         check_program(program, "train step", "config.batch_size: a train step needs {}", lowered, free)
-    free -= size_of(state["optimizer"])  # which no program of a validation takes
+    free -= size_of((state["optimizer"], teacher))  # which no program of a validation takes
     own, chunk = config.model.num_steps, config.model.generate_chunk  # a validation's grids aren't shifted
     validated = {depth: chunk_length(depth, chunk) for depth in (own, *program.depths)}
     for depth in (None, *(depth for depth in largest_depths(config.model, validated) if depth != own)):

@@ -45,7 +45,7 @@ from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.room import check_memory
 from diffeqformer.training.shapes import with_microbatches
 from diffeqformer.training.step import Program
-from diffeqformer.training.teacher import Taught, config_of_teacher, field_of
+from diffeqformer.training.teacher import TeacherState, config_of_teacher, load_teacher, record_of_teacher
 from diffeqformer.transformer import merge_trees
 
 
@@ -62,7 +62,7 @@ class Run:
         clock: counts where the run's time goes.
         verified: the check of the token store, which goes on in the background; None: it isn't checked.
         checkpoints: the run's, and the only writer of new ones.
-        taught: what its teacher computes with, if there is one.
+        teacher_state: of its teacher, if there is one, once its steps begin.
     """
 
     config: ConfigDict
@@ -73,7 +73,7 @@ class Run:
     clock: Stopwatch
     verified: concurrent.futures.Future | None = None
     checkpoints: ocp.training.Checkpointer | None = None
-    taught: tuple[Taught, ...] = ()
+    teacher_state: tuple[TeacherState, ...] = ()
 
     def check_store(self, wait: bool = False) -> None:
         """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end."""
@@ -131,9 +131,10 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         hosts.check_shared(folder)
     with hosts.all_succeed("the newest checkpoint"):
         saved = read_saved(config, folder, about)  # fail before a corpus is prepared for hours
-        for field in ("base", "teacher") if not saved else ():
-            if config[field]:
-                finetune.base_of(config, about, field)
+        if config.base and not saved:
+            finetune.base_of(config, about)
+        if config.teacher_weight and not saved:
+            record_of_teacher(config, about)
     with hosts.all_succeed("the token store"):
         data = config.data.copy_and_resolve_references()
         store, before = store_folder(data, tokenizer), pathlib.Path(saved and saved.store or "")
@@ -146,8 +147,7 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
             about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
     if config.teacher_weight:
         with hosts.all_succeed("the teacher"):
-            theirs = finetune.base_of(config, about, "teacher") if config.teacher else about.base
-            about = dataclasses.replace(about, teacher=saved.teacher if saved else theirs)
+            about = dataclasses.replace(about, teacher=saved.teacher if saved else record_of_teacher(config, about))
     if config.base or config.teacher_weight:
         digest = hashlib.sha256(json.dumps([about.base, about.teacher], sort_keys=True).encode()).hexdigest()
         hosts.check_same(
@@ -162,10 +162,11 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
     return splits, about
 
 
-def make_program(config: ConfigDict) -> Program:
+def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:
     """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches."""
     with hosts.all_succeed("the teacher"):
-        teacher = config_of_teacher(config, jax.devices())
+        saved, _ = damage.newest_readable(workdir) or (None, None)
+        teacher = config_of_teacher(config, jax.devices(), saved)
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
     memory = bytes_of_device(program.mesh.local_devices)
     return with_microbatches(program, memory and min(hosts.of_all(memory)))
@@ -249,16 +250,17 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
 
 
 def with_teacher(run: Run) -> Run:
-    """The run with what its teacher computes with, if it has one."""
-    config, program = run.config, run.program
-    if not program.teacher:
+    """The run with the state of its teacher, if it has one, which a new run saves for those that resume it."""
+    teacher, record = run.program.teacher, run.about.teacher
+    if not teacher:
         return run
-    field = field_of(config)
-    with hosts.all_succeed("the teacher"), finetune.reading(config, field):
-        folder, step = finetune.chosen_base(config[field])[0], run.about.teacher["step"]
-        model = checkpoint.load(folder, program.mesh, step, f"config.{field}").model
-    print(f"its teacher is {config[field]} at step {step:,}", flush=True)
-    return dataclasses.replace(run, taught=(program.teacher.load(model),))
+    print(f"its teacher is {record['workdir']} at step {record['step']:,}", flush=True)
+    if newest(run.checkpoints) is None:
+        state = teacher.state(load_teacher(run.config, record["step"], run.program.mesh))
+        checkpoint.save_frozen(run.folder, state._asdict(), record, "teacher")
+    else:
+        state = TeacherState(**checkpoint.restore_frozen(run.folder, teacher.shapes._asdict(), record, "teacher"))
+    return dataclasses.replace(run, teacher_state=(state,))
 
 
 def newest_step(run: Run) -> int | None:
@@ -279,8 +281,9 @@ def check_room(run: Run, step: int | None) -> None:
     """Check that there is enough memory to go on from a checkpoint's step, or (None) to begin; this compiles."""
     run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
-        if step is None and run.config.base:
-            finetune.check_base_fits(run.config, run.about.base["step"], run.program.mesh)
+        for field in ("base", "teacher") if step is None else ():
+            if run.config[field]:
+                finetune.check_base_fits(run.config, getattr(run.about, field)["step"], run.program.mesh, field)
         check_memory(run.program, (step or 0) < run.config.steps)
     run.clock.lap("compilation")
 

@@ -97,7 +97,8 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         largest = max((size_of(layers[name]["projection"]) for name in stored_whole), default=0)
     if config.microbatches > 1:  # what is added up, in fp32
         sums = after | {"sums over microbatches": in_float32 + after["embeddings' gradient"]}
-    logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
+    of_teacher = 8 + compute if program.teacher else 0  # its logits, their probabilities, and a head as large
+    logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute + of_teacher)
     forward = {"weights": weights, "states": stored, **sums}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
@@ -106,7 +107,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     ]
     parts = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
     if program.teacher:
-        parts["teacher"] = size_of(program.taught_shapes)
+        parts["teacher"] = size_of(program.teacher_shapes)
     return parts | max(moments, key=lambda moment: sum(moment.values()))
 
 
@@ -124,7 +125,7 @@ def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
     config.model.remat = remat
     program = Program(config, program.mesh, (program.loss.attend, ""), program.config_of_teacher)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
-    traced = program.train_step.trace(program.state_shapes, tokens, num_steps, *program.taught_shapes).jaxpr.jaxpr
+    traced = program.train_step.trace(program.state_shapes, tokens, num_steps, *program.teacher_shapes).jaxpr.jaxpr
     steps = longest_grid(config.model, num_steps)
     found = [scan for scan in scans(traced) if scan.params["length"] == steps]
     written = {scan: size(stacked(scan.outvars, scan.params["jaxpr"].out_avals)) for scan in found}

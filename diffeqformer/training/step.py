@@ -58,10 +58,10 @@ class Program:
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
     state_shapes: shapes, types and shardings of the state
-    taught_shapes: those of what a teacher computes with, if there is one
+    teacher_shapes: those of a teacher's state, if there is a teacher
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
     train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
-        by default as in the config; each number is compiled when it is first needed; what a teacher computes with
+        by default as in the config; each number is compiled when it is first needed; a teacher's state
         follows, if there is one
     weights(params, num_steps) -> the stacked weights for a number of steps; None: the config's
     for_evaluation(params, num_steps) -> what `evaluate` takes as weights: these; or only the steps, by which each batch
@@ -84,7 +84,7 @@ class Program:
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, model.field.head_width
         )
         chunk, self.config_of_teacher = config.model.generate_chunk, teacher
-        self.teacher = teacher and Teacher(teacher, self.mesh, attend, config.teacher_weight)
+        self.teacher = teacher and Teacher(teacher, self.mesh, config.teacher_weight)
         if chunk:
             self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk, self.teacher)
         else:
@@ -100,7 +100,7 @@ class Program:
         self.batch_sharding = by_example = sharding(self.mesh, "batch", None)
         self.init = jax.jit(self._init, out_shardings=self.state_shardings, donate_argnums=0)
         of_teacher = [self.teacher.shardings] if self.teacher else []
-        self.taught_shapes = (self.teacher.shapes,) if self.teacher else ()
+        self.teacher_shapes = (self.teacher.shapes,) if self.teacher else ()
         self.train_step = jax.jit(
             self._train_step,
             in_shardings=(self.state_shardings, by_example, *of_teacher),
@@ -158,11 +158,11 @@ class Program:
         moments = self.optimizer.whole.init(self.trained(params))
         return {"params": params, "optimizer": moments, "step": jnp.zeros((), jnp.int32)}
 
-    def _train_step(self, state, tokens, num_steps=None, taught=None):
+    def _train_step(self, state, tokens, num_steps=None, teacher_state=None):
         config, params, step = self.config, state["params"], state["step"]
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step, num_steps)
-        loss, grads = self.loss.value_and_grad(params, tokens, keys, config.microbatches, grid, taught)
+        loss, grads = self.loss.value_and_grad(params, tokens, keys, config.microbatches, grid, teacher_state)
         trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
         params = merge_trees(params, trained)
         scalars = {"loss": loss, "gradient_norm": norm, "learning_rate": self.optimizer.schedule(step)}

@@ -1,104 +1,136 @@
 """A teacher: a frozen model whose distributions of the next token another one learns (`config.teacher_weight`)."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.config import check_rule
+from diffeqformer.checkpoints.about import About
+from diffeqformer.config import check_rule, saved_config
 from diffeqformer.cross_entropy import SoftTargets
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
+from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.parallel.memory import placed
 from diffeqformer.parallel.sharding import EVERYWHERE, shardings
 from diffeqformer.rules import RULES
-from diffeqformer.training.finetune import chosen_base, reading
-from diffeqformer.training.loss import ShardedLoss, without_depth
+from diffeqformer.training.finetune import base_of, chosen_base, reading
+from diffeqformer.training.loss import ShardedLoss, split_batch, without_depth
 from diffeqformer.transformer import Transformer, abstract_model, padded_vocabulary, split_model, vector_field
 
 
-class Taught(NamedTuple):
+class TeacherState(NamedTuple):
     """What a teacher computes with: its parameters without depth weights, and its weights at the times of its steps."""
 
     others: dict
     layers: dict
-    step_sizes: jax.Array
+    step_sizes: Float[Array, "L"]
 
 
 class Teacher:
-    """A model of its own config, on the mesh of the model that it teaches and in its types.
+    """A frozen model on the mesh of the model that it teaches, and in its types.
 
-    specs: the partition specs of what it computes with
-    shapes: their shapes and shardings
+    specs, shardings: how its state is divided among the devices
+    shapes: the shapes and shardings of its state
 
     Args:
-        config: a complete config.
+        config: of `config_of_teacher`.
         weight: how much the divergence from it counts beside the loss of the text.
     """
 
-    def __init__(self, config: ConfigDict, mesh: Mesh, attend: Callable, weight: float):
-        self.weight = weight
-        model = abstract_model(config)
-        graph, params = split_model(model)
-        self.loss = ShardedLoss(graph, params, mesh, attend)
-        self.specs = Taught(self.loss.other_specs, self.loss.layer_specs, EVERYWHERE)
+    def __init__(self, config: ConfigDict, mesh: Mesh, weight: float):
+        self.weight, model = weight, abstract_model(config)
+        width = model.field.head_width
+        attend, _ = fastest(mesh.devices.flat[0], config.model.dtype, config.sequence_length, width)
+        self.loss = ShardedLoss(*split_model(model), mesh, attend)
+        self.specs = TeacherState(self.loss.other_specs, self.loss.layer_specs, EVERYWHERE)
         self.shardings = shardings(mesh, self.specs)
-        self.shapes = placed(jax.eval_shape(taught, model), self.shardings)
+        self.shapes = placed(jax.eval_shape(state_of, model), self.shardings)
 
-    def load(self, model: Transformer) -> Taught:
-        """What it computes with, from the model with its parameters."""
-        return jax.jit(taught, out_shardings=self.shardings)(model)
+    def state(self, model: Transformer) -> TeacherState:
+        """Its state, from the model with its parameters."""
+        return jax.jit(state_of, out_shardings=self.shardings)(model)
 
-    def soft_targets(self, taught: Taught, tokens: Int[Array, "B S"], rows: int) -> SoftTargets:
-        """On one device: its distributions of the next token, with a head of `rows` rows, as the student's."""
-        model = self.loss.model_on_device(taught.others)
-        weights = StackedWeights(taught.layers, taught.step_sizes, model.depth.constant, model.dtype)
-        x = model.last_state(tokens, self.loss.gathering(weights), self.loss.context_on_device(model, None))
+    def soft_targets(
+        self, state: TeacherState, tokens: Int[Array, "B S"], rows: int, microbatches: int = 1
+    ) -> SoftTargets:
+        """On one device: its distributions of the next token, [B, S] of them, with a head of `rows` rows."""
+        model = self.loss.model_on_device(state.others)
+        weights = StackedWeights(state.layers, state.step_sizes, model.depth.constant, model.dtype)
+        weights, context = self.loss.gathering(weights), self.loss.context_on_device(model, None)
+
+        def states(tokens):
+            return model.normalize(model.last_state(tokens, weights, context))
+
+        x = jax.lax.map(states, split_batch(tokens, microbatches)).swapaxes(0, 1)
         matrix = model.head_matrix()[: model.vocab_size]  # its padding may be another
-        return SoftTargets(model.normalize(x), jnp.pad(matrix, [(0, rows - len(matrix)), (0, 0)]), self.weight)
+        matrix = jnp.pad(matrix, [(0, rows - len(matrix)), (0, 0)])
+        return SoftTargets(x.reshape(*tokens.shape, -1), matrix, self.weight)
 
 
-def config_of_teacher(config: ConfigDict, devices: list) -> ConfigDict | None:
-    """The config of the model that teaches, on a run's own batches, mesh and types; None if there is no teacher.
+def state_of(model: Transformer) -> TeacherState:
+    """What a teacher computes with, at its own number of steps."""
+    weights = model.weights()
+    return TeacherState(without_depth(split_model(model)[1]), weights.layers, weights.step_sizes)
+
+
+def teacher_field(config: ConfigDict) -> str:
+    """The field that names a run's teacher: by default its base teaches."""
+    return "teacher" if config.teacher else "base"
+
+
+def config_of_teacher(config: ConfigDict, devices: list, saved: About | None = None) -> ConfigDict | None:
+    """The config of a run with the model of its teacher, in the run's types; None if there is no teacher.
+
+    Args:
+        saved: the record of the run's newest checkpoint, if there is one, which has the model.
 
     Raises:
         UserError: if it can't be read, or doesn't suit the run or its devices.
     """
     if not config.teacher_weight:
         return None
-    field = field_of(config)
-    with reading(config, field):
-        teacher = checkpoint.load_config(*chosen_base(config[field]), f"config.{field}")
-    for name in ("batch_size", "microbatches", "sequence_length", "mesh"):
-        teacher[name] = config[name]
+    field = teacher_field(config)
+    if saved and saved.teacher:
+        teacher = saved_config({**config.to_dict(), "model": saved.teacher["model"]})
+    else:
+        teacher = config.copy_and_resolve_references()
+        with reading(config, field):
+            teacher.model = checkpoint.load_config(*chosen_base(config[field], field), f"config.{field}").model
     teacher.model.dtype = config.model.dtype
     ids = config.model.vocab_size, teacher.model.vocab_size
     if ids[0] != ids[1]:
-        raise UserError(
-            f"config.{field}: must have {ids[0]:,} ids, like the model that it teaches, but it has {ids[1]:,}"
-        )
+        raise UserError(f"config.{field}: must have {ids[0]:,} ids, as this model has, but it has {ids[1]:,}")
     try:
         for rule in (rule for rule in RULES if rule.field == "sequence_length"):
             check_rule(rule, teacher)
-        field_of_teacher, rows = vector_field(teacher.model), padded_vocabulary(teacher.model)
-        check_mesh(teacher, field_of_teacher, len(devices), devices[0].platform, rows)
+        block, rows = vector_field(teacher.model), padded_vocabulary(teacher.model)
+        check_mesh(teacher, block, len(devices), devices[0].platform, rows)
     except UserError as error:
         raise UserError(f"config.{field}: {config[field]} doesn't suit this run: {error}") from None
     return teacher
 
 
-def field_of(config: ConfigDict) -> str:
-    """The field that names a run's teacher."""
-    return "teacher" if config.teacher else "base"
+def record_of_teacher(config: ConfigDict, about: About) -> dict:
+    """What a new run records about its teacher: that of `base_of`, and its model.
+
+    Raises:
+        UserError: if it was trained with another tokenizer than `about` has.
+    """
+    field = teacher_field(config)
+    record = base_of(config, about, field)
+    with reading(config, field):
+        theirs = checkpoint.load_config(chosen_base(config[field], field)[0], record["step"], f"config.{field}")
+    return {**record, "model": theirs.model.to_dict()}
 
 
-def taught(model: Transformer) -> Taught:
-    """What a teacher computes with, at its own number of steps."""
-    weights = model.weights()
-    return Taught(without_depth(split_model(model)[1]), weights.layers, weights.step_sizes)
+def load_teacher(config: ConfigDict, step: int, mesh: Mesh) -> Transformer:
+    """The teacher of a new run, from a checkpoint of its run. All processes call this together."""
+    field = teacher_field(config)
+    with reading(config, field):
+        return checkpoint.load(chosen_base(config[field], field)[0], mesh, step, f"config.{field}").model

@@ -11,6 +11,7 @@ output. Where there is a choice of layers, the best one on this text counts.
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -142,22 +143,27 @@ def rows(layers: dict, other: dict, loss: Callable[..., float]) -> Iterator[tupl
         ]
         yield number - 1, f"a pair averaged{name}", min(pairs)
     even = np.arange(1, number - 1) * number / (number - 2) - 1
-    yield number - 2, "even, the nearest layer", loss(taken(layers, np.round(even).astype(int)))
+    nearest, longer = taken(layers, np.round(even).astype(int)), np.full(number - 2, number / (number - 2))
+    yield number - 2, "even, the nearest layer", loss(nearest)
+    yield number - 2, "even, the nearest layer, longer steps", loss(nearest, longer)
     yield number - 2, "even, between layers", loss(on_lines(layers, even))
     yield number - 2, "even, between layers, aligned", loss(on_lines(other, even))
     for length in (1, 4):
         twice = []
         for first in range(number - length + 1):
             window = every[first : first + length]
-            rows = every[:first] + sorted(2 * window) + every[first + length :]
-            twice.append(loss(taken(layers, rows), [0.5 if row in window else 1.0 for row in rows]))
+            walk = every[:first] + sorted(2 * window) + every[first + length :]
+            twice.append(loss(taken(layers, walk), [0.5 if layer in window else 1.0 for layer in walk]))
         yield number + length, f"{length} taken twice in halves", min(twice)
 
 
 def main(_) -> None:
     opened = checkpoint.load(WORKDIR.value)
     model, text = opened.model, open(TEXT.value, encoding="utf-8").read(4096 * WINDOWS.value)
-    tokens = jnp.asarray(opened.tokenizer.encode(text)[: 256 * WINDOWS.value]).reshape(-1, 256)
+    ids = opened.tokenizer.encode(text)[: 256 * WINDOWS.value]
+    if len(ids) < 256 * WINDOWS.value:
+        sys.exit(f"--text: must have {256 * WINDOWS.value:,} tokens, but it has {len(ids):,}")
+    tokens = jnp.asarray(ids).reshape(-1, 256)
     layers = split_model(model)[1]["depth"]["layers"]
     other = aligned(layers, model.field.heads, model.field.key_value_heads)
     found = {"tokens": tokens.size, "distance of neighbours": distance(layers)}

@@ -91,6 +91,7 @@ ROWS = [
     Row(r"left_out=16\S+ (.*depths)=24,30", r"left_out=1,2 \1=4,6"),  # smollm2 has six layers
     Row(r"(fewest|num_steps)=24(,27,30)?\b", r"\1=4"),
     Row(r"\bleave_out "),
+    Row(r"diffeqformer depth "),
     Row(r"\bimport "),
     Row(r"\bexport --"),
     # runs/tiny alone has the standard library

@@ -3,9 +3,10 @@
     diffeqformer import --from=smollm2 --workdir=runs/any_depth/pretrained
     python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5
 
-Each row trains the same model on the same batches: whole (the control), in the fewest layers alone, or in both numbers
-by turns; distilled, with the model before training as the teacher. `diffeqformer leave_out` finds the layers. The text
-is `python_packages`; each row is scored on files of other packages before, halfway and after, and on WikiText-103.
+Each row trains the same model on the same batches: in all its layers (the control), in fewer, or in several numbers of
+layers by turns; "distilled", with the model before training as the teacher. `diffeqformer leave_out` finds the layers.
+The text is `python_packages`; each row is scored on files of other packages before, halfway and after, and on
+WikiText-103.
 """
 
 import functools
@@ -32,6 +33,9 @@ from diffeqformer.console.progress import BITS_AT
 
 WIKITEXT = flags.DEFINE_string("wikitext", "", "wiki.valid.tokens of WikiText-103.")
 LEFT_OUT = flags.DEFINE_list("left_out", [], "Layers that are left out, in this order.")
+ROWS = flags.DEFINE_multi_string(
+    "row", ["30", "24", "24 distilled", "24,30"], "The numbers of layers in which a model is trained."
+)
 STEPS = flags.DEFINE_integer("steps", 150, "Steps of training, of 1,024 tokens each.", lower_bound=1)
 RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
 DRAW = flags.DEFINE_bool("draw", False, "Only draw experiments/any_depth.png, of the rows so far.")
@@ -39,7 +43,6 @@ define_flags("any_depth", at_once=2)
 
 BYTES = {"train": 2_000_000, "validation": 60_000}
 TEXTS = {"python by depth": "Python files of other packages", "wikitext": "WikiText-103"}
-KINDS = ("whole", "fewer layers", "fewer layers distilled", "both", "both distilled")
 
 
 def bits_by_depth(
@@ -52,19 +55,18 @@ def bits_by_depth(
 
 
 def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | None) -> dict:
-    """Train a row, named by its kind and its seed.
+    """Train a row, named by its numbers of layers and its seed.
 
     Returns:
         bits per byte of the Python text by depth and step; after training, of it and of WikiText-103 by depth, also at
         depths between those of training.
     """
     base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(", seed ")
+    depths = sorted(map(int, kind.split()[0].split(",")))
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
-    fewest = layers - len(LEFT_OUT.value)
-    depths = {"whole": [layers], "fewer": [fewest], "both": [fewest, layers]}[kind.split()[0]]
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]
-    if kind != "whole":
+    if depths != [layers]:
         options += [f"--config.model.left_out={','.join(LEFT_OUT.value)}"]
         options += [f"--config.model.training_depths={','.join(map(str, depths))}"]
     options += ["--config.teacher_weight=1"] * kind.endswith("distilled")
@@ -76,7 +78,7 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
     train(workdir, [*options, f"--config.optimizer.learning_rate={RATE.value:g}"], cores)
     tags = {depth: "bits_per_byte" if depth == layers else f"{BITS_AT}{depth}" for depth in depths}
     python = {str(depth): curve(workdir, f"validation/{tag}") for depth, tag in tags.items()}
-    between = sorted({*depths, *range(min(depths), max(depths), 2)})
+    between = sorted({*depths, *range(min(depths), max(depths), max(1, (max(depths) - min(depths)) // 3))})
     files = {"python by depth": "validation.jsonl", "wikitext": "wikitext-validation.txt"}
     after = {name: bits_by_depth(workdir, folder / files[name], name, between, cores) for name in TEXTS}
     return {"python": python, **after}
@@ -85,12 +87,18 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
 def draw(results: dict[str, dict]) -> None:
     """Draw the bits per byte after training over the number of layers, of the rows that were scored by depth."""
     figure, [axes] = new_figure(1, 2, (10, 3.8))
-    for colour, kind in zip(COLOURS, KINDS):
-        rows = [row for name, row in results.items() if name.startswith(f"{kind},")]
+    for colour, kind in zip(COLOURS, dict.fromkeys(name.partition(", seed ")[0] for name in results)):
+        rows = [row for name, row in results.items() if name.startswith(f"{kind}, seed")]
         for axis, (name, title) in zip(axes, TEXTS.items()):
             for row in rows:
                 points = sorted((int(depth), bits) for depth, bits in row[name].items())
-                axis.plot(*zip(*points), "o-" if len(points) > 1 else "D", color=colour, label=kind, markersize=5)
+                axis.plot(
+                    *zip(*points),
+                    "o-" if len(points) > 1 else "D",
+                    color=colour,
+                    label=f"trained in {kind}",
+                    markersize=5,
+                )
             axis.set(title=title, xlabel="layers", ylabel="bits per byte, after training")
             axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -107,7 +115,7 @@ def main(_) -> None:
     folder = pathlib.Path(flags.FLAGS.folder)
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
-    rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in KINDS]
+    rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in ROWS.value]
     draw(run_rows(rows, str, functools.partial(work, text, folder)))
 
 

@@ -255,7 +255,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     real, read, seen = Program, Split.batch, []
     monkeypatch.setattr(Split, "batch", lambda *args, **rows: seen.append((args[1], args[4])) or read(*args, **rows))
 
-    def poisoned(config, mesh):
+    def poisoned(config, mesh, teacher=None):
         program = real(config, mesh)
         step = program.train_step
 

@@ -64,10 +64,11 @@ def test_two_processes_stop_together_and_others_go_on(
 
 @pytest.mark.slow
 def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
-    """Also after both were killed between the frozen weights and the first checkpoint."""
+    """Beside a teacher, and after both were killed between the frozen weights and the first checkpoint."""
     base, many = tmp_path / "base", [tmp_path / "many"] * 2
     finish(start(1, 1, [base], short_stores, "--config.steps=2"))
     options = [f"--config.base={base}", "--config.steps=6", "--config.eval_every=6", "--config.model.lora_rank=2"]
+    options += ["--config.teacher_weight=0.5"]
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *options))
     endless = ["--config.checkpoint_every=9999", "--config.steps=9999"]
     running = start(2, 1, many, short_stores, "--config.mesh.fsdp=2", *options, *endless)

@@ -2,8 +2,8 @@
 
     python experiments/teacher.py
 
-The teacher is the same model, trained for longer. Each student has 1,000 steps, alone or with the teacher, at the
-config's rate. Rows that --results holds aren't trained again.
+The teacher is the same model, trained for longer. Each student has 1,000 steps, alone or with the teacher, or alone
+some more, for a taught one's time, at the config's rate. Rows that --results holds aren't trained again.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from diffeqformer.console.results import spread
 WEIGHTS = flags.DEFINE_list("weights", ["1"], "Values of config.teacher_weight.")
 define_flags("teacher", at_once=2)
 
-STEPS = {"teacher": 3000, "alone": 1000, "taught": 1000}
+STEPS = {"teacher": 3000, "alone": 1000, "taught": 1000, "alone for longer": 1300}
 
 
 def bits(row: str, cores: list[int] | None) -> dict:
@@ -30,7 +30,7 @@ def bits(row: str, cores: list[int] | None) -> dict:
 
 
 def main(_) -> None:
-    kinds = ["alone", *(f"taught, {weight}" for weight in WEIGHTS.value)]
+    kinds = ["alone", *(f"taught, {weight}" for weight in WEIGHTS.value), "alone for longer"]
     seeds = range(flags.FLAGS.seeds)
     run_rows(["teacher, seed 0"], str, bits)
     results = run_rows([f"{kind}, seed {seed}" for seed, kind in itertools.product(seeds, kinds)], str, bits)

@@ -83,25 +83,19 @@ def megabytes(model: Transformer, num_steps: int) -> float:
     return 4 * (of_steps + others) / 1e6
 
 
-def milliseconds_per_token(opened: checkpoint.Checkpoint, num_steps: int, rounds: int = 5) -> float:
-    """The time in which one text grows by a token: the median of some rounds, the first of which compiles."""
-    model, times = opened.model, []
-    prompt, count = [0] * (model.max_length // 4 or 1), min(33, model.max_length // 2)
-    for _ in range(rounds + 1):
-        written = write_tokens(
-            model,
-            prompt,
-            count=count,
-            key=random_key(0, "sample"),
-            vocab_size=opened.tokenizer.vocab_size,
-            num_steps=num_steps,
-        )
-        next(written)
-        start = time.monotonic()
-        for _ in written:
-            pass
-        times.append((time.monotonic() - start) / (count - 1))
-    return 1000 * statistics.median(times[1:])
+def milliseconds_per_token(opened: checkpoint.Checkpoint, num_steps: int) -> float:
+    """The time in which a short text grows by a token: the median of those after the first two, which compile."""
+    model = opened.model
+    written = write_tokens(
+        model,
+        [0],
+        count=min(34, model.max_length - 1),
+        key=random_key(0, "sample"),
+        vocab_size=opened.tokenizer.vocab_size,
+        num_steps=num_steps,
+    )
+    times = [time.monotonic() for _ in written]
+    return 1000 * statistics.median(after - before for before, after in itertools.pairwise(times[1:]))
 
 
 def measured(options, rows: list[Row], window: int) -> Iterator[dict]:

@@ -12,12 +12,14 @@ from diffeqformer import cross_entropy
 from diffeqformer.checkpoints.about import About
 from diffeqformer.config import check_config
 from diffeqformer.errors import Stopped, UserError
+from diffeqformer.parallel.memory import size_of
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import hooks, loop
+from diffeqformer.training import hooks, loop, room
+from diffeqformer.training.shapes import train_step_by_shapes
 from diffeqformer.training.step import Program
 from diffeqformer.training.teacher import config_of_teacher, record_of_teacher
 from diffeqformer.transformer import split_model
-from helpers import change, drawn, first_state, lively_model, normal, save_params, tokens_of, toy_config
+from helpers import ONE_DEVICE, change, drawn, first_state, lively_model, normal, save_params, tokens_of, toy_config
 from runs import curves
 
 
@@ -113,6 +115,17 @@ def test_a_resumed_run_keeps_the_teacher_that_it_began_with(tmp_path, short_stor
     # A model that is its own teacher diverges from it by nothing, at first.
     assert losses[1] == pytest.approx(curves(tmp_path / "plain")["train/loss"][1], rel=1e-6)
     assert losses[4] > 1.00001 * curves(tmp_path / "plain")["train/loss"][4]
+
+
+def test_memory_has_room_for_a_teacher_while_training_goes_on(monkeypatch):
+    config = toy_config("gpt", teacher_weight=1.0)
+    program = Program(config, ONE_DEVICE, teacher=toy_config("llama", "llama", model__width=64))
+    teacher = size_of(program.teacher_shapes)
+    assert train_step_by_shapes(program)["teacher"] == teacher > 4 * 6 * 64 * 64
+    monkeypatch.setattr(room, "free_bytes", lambda _: size_of(program.state_shapes) + teacher - 1)
+    room.check_memory(program, will_train=False)
+    with pytest.raises(UserError, match="^config.model: its parameters, its teacher and the optimizer's state need "):
+        room.check_memory(program, will_train=True)
 
 
 def test_a_teacher_that_does_not_suit_is_refused(tmp_path):

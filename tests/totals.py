@@ -8,8 +8,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 20_730, "tests/**/*.py": 15_500}
-WORDS = {"docs/**/*.md": 21_100, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
+LINES = {"diffeqformer/**/*.py": 20_730, "tests/**/*.py": 15_520}
+WORDS = {"docs/**/*.md": 21_200, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
 FIELDS = 81
 
 

@@ -123,7 +123,7 @@ ROWS = [
     Row(r"experiments/ablations\.py "),
     Row(r"experiments/elastic\.py"),
     Row(r"experiments/training_times\.py"),
-    Row(r"experiments/teacher\.py "),
+    Row(r"experiments/teacher\.py"),
     Row(r"experiments/finetune_depths\.py "),
 ]
 

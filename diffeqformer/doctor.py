@@ -84,10 +84,10 @@ class Needs(NamedTuple):
     write_rate: float | None = None  # for a checkpoint to be written before the next one
 
 
-def needs_of(config: ConfigDict) -> Needs:
+def needs_of(config: ConfigDict, workdir: str) -> Needs:
     """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
     with hosts.all_succeed("the teacher"):
-        teacher = config_of_teacher(config, jax.devices())
+        teacher = config_of_teacher(config, jax.devices(), workdir)
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
     state = program.state_shapes
     frozen = bytes_of(program.frozen(state["params"]))
@@ -368,7 +368,7 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     kind, total = own[0].device_kind, f"{jax.device_count()} x {own[0].device_kind}"
     yield check("devices", remedy, lambda: {"devices": f"{len(own)} x {kind}"}, lambda found: alike(found, total))
     config = config and complete(config, workdir, given)
-    needs = needs_of(config) if config else Needs(make_mesh())
+    needs = needs_of(config, workdir) if config else Needs(make_mesh())
     remedy = "end what else takes memory there, or spread the state over more devices (config.mesh.fsdp)"
     yield check("memory of devices", remedy, lambda: free_bytes(own), lambda found: memory(found, needs.on_device))
     remedy = "see that nothing else runs there and that the chip isn't throttled, or replace the host"

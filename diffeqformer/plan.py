@@ -67,11 +67,13 @@ def main() -> None:
     check_options(on_gpus)
     if on_gpus:  # opening a base takes JAX's devices; these stand for the GPUs
         jax.config.update("jax_num_cpu_devices", int(TOPOLOGY.value.partition(":")[2]))
-    config = finetune.inherit(config, f"runs/{config.name}", given_fields(sys.argv))
+    workdir = f"runs/{config.name}"
+    config = finetune.inherit(config, workdir, given_fields(sys.argv))
     devices = jax.devices() if on_gpus else tpu_devices(TOPOLOGY.value, SLICES.value)
     check_config(config, len(devices), "gpu" if on_gpus else "tpu")
     mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
-    program = Program(config, mesh, attention_on(chip, config) if on_gpus else None, config_of_teacher(config, devices))
+    teacher = config_of_teacher(config, devices, workdir)
+    program = Program(config, mesh, attention_on(chip, config) if on_gpus else None, teacher)
     program = with_microbatches(program, chip.memory)
     config = program.config
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value

@@ -68,12 +68,12 @@ def test_rates_are_compared_with_what_is_known():
 
 def test_a_config_needs_room_for_all_checkpoints_that_are_there_at_once(monkeypatch):
     config = toy_config(checkpoints_kept=3, mesh__data=8, model__dtype="bfloat16")
-    needs = doctor.needs_of(config)
+    needs = doctor.needs_of(config, "new")
     params = bytes_of(jax.eval_shape(lambda: doctor.Program(config, needs.mesh).init(None))["params"])
     assert 3 * params <= needs.checkpoint < 3 * params + 100 and needs.checkpoints == 5 * needs.checkpoint
     assert needs.on_device <= needs.checkpoint and needs.read_rate is needs.write_rate is None
     monkeypatch.setattr(utilisation, "PEAKS", {"cpu": 1e12})
-    needs, seconds = doctor.needs_of(config), utilisation.step_flops(config) / 8e12
+    needs, seconds = doctor.needs_of(config, "new"), utilisation.step_flops(config) / 8e12
     assert needs.read_rate == pytest.approx(2 * 8 * 16 / seconds)
     assert needs.write_rate == pytest.approx(needs.checkpoint / (100 * seconds))
     full = needs.checkpoints

@@ -11,6 +11,7 @@ from flax import nnx
 from diffeqformer import cross_entropy
 from diffeqformer.checkpoints.about import About
 from diffeqformer.config import check_config
+from diffeqformer.doctor import needs_of
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.memory import size_of
 from diffeqformer.parallel.mesh import make_mesh
@@ -101,6 +102,7 @@ def test_a_resumed_run_keeps_the_teacher_that_it_began_with(tmp_path, short_stor
     (tmp_path / "teacher").rename(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     config.teacher = "teacher"  # the same folder
+    assert needs_of(config, "parts").on_device > 0  # also for the doctor, which is run before
     parts = split_model(loop.train(config, tmp_path / "parts"))[1]
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     with pytest.raises(UserError, match="^.*parts: holds a run with another config.teacher_weight .there 1.0, now 2"):
@@ -148,6 +150,6 @@ def test_a_teacher_that_does_not_suit_is_refused(tmp_path):
             config = toy_config("gpt", **changes)
             with pytest.raises(UserError, match=f"^config.{sentence}"):
                 check_config(config, None)
-                config_of_teacher(config, jax.devices())
+                config_of_teacher(config, jax.devices(), "new")
         with pytest.raises(UserError, match="^config.data.tokenizer: must be the tokenizer of config.teacher, bytes"):
             record_of_teacher(toy_config("gpt", teacher="small", teacher_weight=1.0), About({}, "bytes", "more"))

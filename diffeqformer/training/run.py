@@ -165,8 +165,7 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
 def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:
     """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches."""
     with hosts.all_succeed("the teacher"):
-        saved, _ = damage.newest_readable(workdir) or (None, None)
-        teacher = config_of_teacher(config, jax.devices(), saved)
+        teacher = config_of_teacher(config, jax.devices(), workdir)
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
     memory = bytes_of_device(program.mesh.local_devices)
     return with_microbatches(program, memory and min(hosts.of_all(memory)))

@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.about import About
 from diffeqformer.config import check_rule, saved_config
 from diffeqformer.cross_entropy import SoftTargets
@@ -19,7 +20,7 @@ from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.parallel.memory import placed
 from diffeqformer.parallel.sharding import EVERYWHERE, shardings
 from diffeqformer.rules import RULES
-from diffeqformer.training.finetune import base_of, chosen_base, reading
+from diffeqformer.training.finetune import base_of, chosen_base, is_base_of, reading
 from diffeqformer.training.loss import ShardedLoss, split_batch, without_depth
 from diffeqformer.transformer import Transformer, abstract_model, padded_vocabulary, split_model, vector_field
 
@@ -84,11 +85,10 @@ def teacher_field(config: ConfigDict) -> str:
     return "teacher" if config.teacher else "base"
 
 
-def config_of_teacher(config: ConfigDict, devices: list, saved: About | None = None) -> ConfigDict | None:
+def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike) -> ConfigDict | None:
     """The config of a run with the model of its teacher, in the run's types; None if there is no teacher.
 
-    Args:
-        saved: the record of the run's newest checkpoint, if there is one, which has the model.
+    The run's own newest checkpoint has that model, so once there is one, the teacher's run isn't needed.
 
     Raises:
         UserError: if it can't be read, or doesn't suit the run or its devices.
@@ -96,8 +96,9 @@ def config_of_teacher(config: ConfigDict, devices: list, saved: About | None = N
     if not config.teacher_weight:
         return None
     field = teacher_field(config)
-    if saved and saved.teacher:
-        teacher = saved_config({**config.to_dict(), "model": saved.teacher["model"]})
+    about, ours = damage.newest_readable(workdir) or (None, None)
+    if ours and about.teacher and is_base_of(config, about, ours, field):
+        teacher = saved_config({**config.to_dict(), "model": about.teacher["model"]})
     else:
         teacher = config.copy_and_resolve_references()
         with reading(config, field):

@@ -12,7 +12,7 @@ known, so the optimal schedule is, too.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -55,29 +55,6 @@ class Schedule(NamedTuple):
     kept: Int[np.ndarray, "advances"]
 
 
-def actions(steps: int, snapshots: int) -> Iterator[tuple[str, int]]:
-    """The optimal schedule: ("advance", step), ("store", slot), ("turn", step) and ("restore", slot), one by one.
-
-    Before the first action, state 0 is in slot 0.
-    """
-    todo = [(0, steps, 0)]  # segments of steps: the first, the one after the last, the slot of the first state
-    while todo:
-        first, end, slot = todo.pop()
-        if end == first:
-            yield "restore", slot
-        elif end - first == 1:
-            yield "turn", first
-        elif slot == snapshots - 1:
-            yield from (("advance", step) for step in range(first, end - 1))
-            yield "turn", end - 1
-            todo += [(first, end - 1, slot), (first, first, slot)]
-        else:
-            middle = first + _split(end - first, snapshots - slot)
-            yield from (("advance", step) for step in range(first, middle))
-            yield "store", slot + 1
-            todo += [(first, middle, slot), (first, first, slot), (middle, end, slot + 1)]
-
-
 def _split(steps: int, snapshots: int) -> int:
     """After how many of some steps to store a state, with as many snapshots left, that of the first state included."""
     costs = [n + fewest_advances(steps - n, snapshots - 1) + fewest_advances(n, snapshots) for n in range(1, steps)]
@@ -86,31 +63,31 @@ def _split(steps: int, snapshots: int) -> int:
 
 @functools.cache
 def schedule(steps: int, snapshots: int) -> Schedule:
-    """The schedule with the fewest advances (`fewest_advances`) in tables.
+    """The schedule with the fewest advances (`fewest_advances`).
 
     Args:
         steps: of depth.
         snapshots: states that are stored, the first one among them.
     """
-    slots, offsets, counts, stored = (np.full(steps, NOWHERE) for _ in range(4))
-    stored[0], begin, path, done = 0, 0, [], []
-    for action, number in actions(steps, snapshots):
-        if action == "restore":
-            begin, path = number, []
-        elif action == "advance":
-            path.append([number, NOWHERE])
-        elif action == "store":
-            path[-1][1] = number
-        elif number == steps - 1:  # what leads to the first turn is the forward pass
-            for step, slot in path:
-                stored[step + 1] = slot
-            stored[number] = snapshots if stored[number] == NOWHERE else stored[number]
-            slots[number], offsets[number], counts[number] = stored[number], 0, 0
+    stored, slots, offsets, counts = (np.full(steps, NOWHERE) for _ in range(4))
+    advanced, kept = [], []
+    held = {0: 0}  # the slot of each state that is stored; the last one to be stored is the first to be freed
+    for step in reversed(range(steps)):
+        begin = state = max(held)
+        while state < step and len(held) < snapshots:
+            state += _split(step + 1 - state, snapshots - len(held) + 1)
+            held[state] = len(held)
+        if step == steps - 1:  # the forward pass leads there, and stores that state in any case
+            stored[list(held)] = list(held.values())
+            stored[step] = slots[step] = held.get(step, snapshots)
+            offsets[step] = counts[step] = 0
         else:
-            slots[number], offsets[number], counts[number] = begin, len(done), len(path)
-            done += path
-    advanced, kept = np.array(done or [[0, NOWHERE]]).T  # never empty, so that it can be indexed
-    return Schedule(stored, slots, offsets, counts, advanced, kept)
+            slots[step], offsets[step], counts[step] = held[begin], len(advanced), step - begin
+            advanced += range(begin, step)
+            kept += [held.get(after, NOWHERE) for after in range(begin + 1, step + 1)]
+        held.pop(step, None)
+    # never empty, so that they can be indexed
+    return Schedule(stored, slots, offsets, counts, np.array(advanced or [0]), np.array(kept or [NOWHERE]))
 
 
 def _put(kept: PyTree, slot: Int[Array, ""], state: PyTree) -> PyTree:
@@ -123,7 +100,7 @@ def _put(kept: PyTree, slot: Int[Array, ""], state: PyTree) -> PyTree:
     return jax.tree.map(put, kept, state)
 
 
-def at_index(tree: PyTree, index: int | Int[Array, ""]) -> PyTree:
+def _at(tree: PyTree, index: Int[Array, ""]) -> PyTree:
     """One entry of stacked arrays."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
 
@@ -179,13 +156,13 @@ def _backward(advance, snapshots, residuals, d_state):
     def again(index, carry):
         state, kept = carry
         step = plan.advanced[index]
-        state = advance(state, at_index(stacked, step), constant, step, step_sizes[step], keys)
+        state = advance(state, _at(stacked, step), constant, step, step_sizes[step], keys)
         return state, _put(kept, plan.kept[index], state)
 
     def turn(carry, inputs):
         kept, d_state, d_constant = carry
         step, slot, offset, count, dt, layers = inputs
-        state = at_index(kept, slot)
+        state = _at(kept, slot)
         if computes_again:
             state, kept = jax.lax.fori_loop(offset, offset + count, again, (state, kept))
         _, pull = jax.vjp(lambda *parts: advance(*parts, step, dt, keys), state, layers, constant)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from diffeqformer.data.tokenizers import TOKENIZERS
-from diffeqformer.depth.depths import MOST_STEPS, are_depths, left_out_layers
+from diffeqformer.depth.depths import MOST_STEPS, left_out_layers, shares_of_depths
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
@@ -74,7 +74,9 @@ BELOW_ONE = Values(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
 FRACTION = Values(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 PRINTABLE = Values(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
 NUM_STEPS = Values(lambda v: 0 < v <= MOST_STEPS, f"must be at least 1 and at most {MOST_STEPS:,}")
-DEPTHS = Values(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
+DEPTHS = readable(
+    shares_of_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1"
+)
 LAYERS = readable(left_out_layers, "must be different layers, counted from 0, such as 16,17,14, or empty")
 TRACE = readable(traced_steps, "must be the first and the last step to trace, such as 100-102, or empty")
 SCALING = readable(

@@ -8,7 +8,7 @@ from flax import nnx
 
 from diffeqformer import inspect
 from diffeqformer.config import check_config
-from diffeqformer.depth.depths import are_depths, drawn_depth, shares_of_depths
+from diffeqformer.depth.depths import drawn_depth, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, room
@@ -24,8 +24,8 @@ def test_shares_add_up_and_wrong_lists_are_refused():
     assert shares_of_depths("4,2,8") == {2: 1 / 3, 4: 1 / 3, 8: 1 / 3}
     assert shares_of_depths("2:1,4:3,8:0.5, 3") == {2: 2 / 11, 3: 2 / 11, 4: 6 / 11, 8: 1 / 11}
     for wrong in ("a", "2,", "2.5", "0", "2,2", "2:0", "2:nan", "2:inf"):
-        assert not are_depths(wrong), wrong
-    assert are_depths("") and are_depths("2:1,4:3")
+        with pytest.raises(ValueError):
+            shares_of_depths(wrong)
 
 
 def test_each_step_draws_for_itself_and_in_proportion():

@@ -58,15 +58,6 @@ def chunk_lengths(config) -> dict[int, int]:
     return {depth: chunk_length(longest_grid(config, depth), config.generate_chunk) for depth in trained_depths(config)}
 
 
-def are_depths(text: str) -> bool:
-    """Whether `shares_of_depths` can read a text."""
-    try:
-        shares_of_depths(text)
-    except ValueError:
-        return False
-    return True
-
-
 def drawn_depth(shares: dict[int, float], seed: int, step: int) -> int:
     """The number of steps of depth in one training step, from (seed, step). Steps of training are counted from 0."""
     drawn = np.random.RandomState([seed, step, 0]).random_sample()  # batches take [seed, epoch]

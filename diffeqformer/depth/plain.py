@@ -1,8 +1,10 @@
-"""The two plain kinds of depth weights, per layer and shared. Their parameters are the weights themselves."""
+"""The plain kinds of depth weights: per layer, shared, and interpolated. Their parameters are weights themselves."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.depth.grid import Grid
@@ -36,8 +38,8 @@ class PlainWeights(DepthWeights):
     def __init__(self, layers: dict[str, Linear | Norm], stack: tuple[int, ...], rngs: nnx.Rngs):
         self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, stack) for name, layer in layers.items()})
 
-    def __call__(self, grid: Grid) -> dict:
-        """The weights, which don't depend on the grid."""
+    def stored(self) -> dict:
+        """The parameters of every layer."""
         return {name: nnx.to_pure_dict(nnx.state(layer)) for name, layer in self.layers.items()}
 
 
@@ -48,6 +50,10 @@ class SharedWeights(PlainWeights):
 
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         super().__init__(layers, (), rngs)
+
+    def __call__(self, grid: Grid) -> dict:
+        """The weights, which don't depend on the grid."""
+        return self.stored()
 
 
 class PerLayerWeights(PlainWeights):
@@ -79,7 +85,43 @@ class PerLayerWeights(PlainWeights):
             raise UserError(f"num_steps: this model has weights for {has}, but it is {len(grid.times)}")
         made = {
             layer: {**weights, "a": self.adapter_scale * weights["a"]} if "a" in weights else weights
-            for layer, weights in super().__call__(grid).items()
+            for layer, weights in self.stored().items()
         }
         kept = np.delete(np.arange(self.num_layers), self.left_out[:fewer])
         return jax.tree.map(lambda leaf: leaf[kept], made) if fewer else made
+
+
+class InterpolatedWeights(PlainWeights):
+    """Weights at the knots k / E, k = 1 ... E, with E = `time_embed_dim`; linear in t between them, constant before.
+
+    A solver of E steps uses the weights at the knots themselves. So the layers of a trained transformer can be them.
+    """
+
+    generated = True
+
+    def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
+        self.knots = config.time_embed_dim
+        super().__init__(layers, (self.knots,), rngs)
+
+    def __call__(self, grid: Grid) -> dict:
+        """The weights at `grid.times`, in fp32. At all knots these are the parameters, and no copy is made."""
+        places = self.features(grid.times)
+        if isinstance(places, np.ndarray) and np.array_equal(places[:, 0], np.arange(self.knots)):
+            return self.stored()
+        return self.from_features(places)
+
+    def features(self, times: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T 1"]:
+        """The places of some times among the knots, counted from 0, for `from_features`: [T, 1] fp32."""
+        return (times * self.knots - 1).clip(0, self.knots - 1)[:, None].astype(np.float32)
+
+    def from_features(self, features: Float[np.ndarray | Array, "T 1"]) -> dict:
+        """The weights of every layer in fp32, given their places among the knots."""
+        place = jnp.asarray(features)[:, 0]
+        before = jnp.floor(place).astype(jnp.int32)
+        after, part = jnp.minimum(before + 1, self.knots - 1), place - before
+
+        def between(leaf):
+            weight = part.reshape(-1, *(1,) * (leaf.ndim - 1))
+            return (1 - weight) * leaf[before] + weight * leaf[after]
+
+        return jax.tree.map(between, self.stored())

@@ -17,6 +17,8 @@ class GPT(Block):
 
     Equations (3) to (5) of the paper. Both branches read the same state; dropout acts on each
     branch's output, as in the authors' code (which never applies its attention dropout).
+
+    tanh_gelu: GELU in its approximate form, with tanh.
     """
 
     width: int
@@ -30,6 +32,7 @@ class GPT(Block):
     tied_head: ClassVar[bool] = True
     embedding_stddev: ClassVar[float] = 0.02
     generator_decays: ClassVar[bool] = False
+    tanh_gelu: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "GPT":
@@ -61,33 +64,26 @@ class GPT(Block):
         """The attention branch F of equation (4), its norm included."""
         y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
         mixed = context.attend(*context.make_heads(weights["qkv"], y, self.head_width, parts=3))
-        return dropout(
-            linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
-        )
+        out = linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total)
+        return dropout(out, context, site=0)
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The feed-forward branch G of equation (5), its norm included."""
         y = layer_norm(weights["norm_mlp"], x, self.epsilon, weights["mlp_up"]["kernel"].dtype)
-        hidden = linear(weights["mlp_up"], y)
-        return dropout(
-            linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True), context.total), context, site=1
-        )
+        hidden = jax.nn.gelu(linear(weights["mlp_up"], y), approximate=self.tanh_gelu)
+        return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)
 
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
-        """See `Block`."""
         kernel, out = weights["qkv"]["kernel"], weights["attention_out"]["kernel"]
         kernel = kernel.reshape(*kernel.shape[:-1], self.heads, 3, -1).swapaxes(-4, -3)
         query, key, value = (kernel[..., i, :] for i in range(3))
         return query, key, value, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
 
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
-        """See `Block`."""
         return {"up·down": (weights["mlp_up"]["kernel"], weights["mlp_down"]["kernel"])}
 
     def final_norm(self) -> Norm:
-        """See `Block`."""
         return Norm(self.width)
 
     def normalize(self, weights: dict, x: Float[Array, "B S D"], dtype: DTypeLike) -> Float[Array, "B S D"]:
-        """See `Block`."""
         return layer_norm(weights, x, self.epsilon, used_as=dtype).astype(dtype)

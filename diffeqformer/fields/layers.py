@@ -98,7 +98,6 @@ def parameter(
         decays: whether weight decay acts on it.
         always_trains: whether it is trained even in a model with adapters, where most parameters are frozen.
     """
-    assert len(shape) == len(axes), (shape, axes)
     value = jnp.full(shape, mean, jnp.float32)
     if stddev:
         value = value + stddev * jax.random.normal(rngs.params(), shape, jnp.float32)

@@ -133,9 +133,8 @@ class Llama(Block):
         )
         query, key = self.rotate(query, context.position), self.rotate(key, context.position)
         mixed = context.attend(query, key, value)
-        return dropout(
-            linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
-        )
+        out = linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total)
+        return dropout(out, context, site=0)
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The feed-forward branch, its norm (or norms) included: down(silu(gate(y)) * up(y))."""
@@ -145,25 +144,20 @@ class Llama(Block):
         return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)
 
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
-        """See `Block`."""
         kernels = (weights[name]["kernel"] for name in ("query", "key", "value"))
         query, key, value = (
             kernel.reshape(*kernel.shape[:-1], -1, self.head_width).swapaxes(-3, -2) for kernel in kernels
         )
-        if self.key_value_heads != self.heads:
-            key, value = (jnp.repeat(part, self.heads // self.key_value_heads, axis=-3) for part in (key, value))
+        key, value = (jnp.repeat(part, self.heads // self.key_value_heads, axis=-3) for part in (key, value))
         out = weights["attention_out"]["kernel"]
         return query, key, value, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
 
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
-        """See `Block`."""
         gate, up, down = (weights[name]["kernel"] for name in ("mlp_gate", "mlp_up", "mlp_down"))
         return {"gate·down": (gate, down), "up·down": (up, down)}
 
     def final_norm(self) -> Norm:
-        """See `Block`."""
         return Norm(self.width, shift=False)
 
     def normalize(self, weights: dict, x: Float[Array, "B S D"], dtype: DTypeLike) -> Float[Array, "B S D"]:
-        """See `Block`."""
         return rms_norm(weights, x, self.final_epsilon).astype(dtype)

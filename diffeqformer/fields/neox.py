@@ -10,7 +10,6 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
 from jaxtyping import Array, Float
 
 from diffeqformer.fields.field import head_width_of
@@ -39,6 +38,7 @@ class NeoX(GPT):
     tied_head: bool
 
     learned_positions: ClassVar[bool] = False
+    tanh_gelu: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "NeoX":
@@ -58,7 +58,6 @@ class NeoX(GPT):
 
     @property
     def rotated(self) -> int:
-        """See `Block`."""
         return int(self.rotary_fraction * self.head_width)
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
@@ -69,9 +68,3 @@ class NeoX(GPT):
         query, key = (rotate(part, context.position, table) for part in (query, key))
         mixed = context.attend(query, key, value).reshape(*x.shape[:2], -1)
         return dropout(linear(weights["attention_out"], mixed, context.total), context, site=0)
-
-    def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """The feed-forward branch, its norm included."""
-        y = layer_norm(weights["norm_mlp"], x, self.epsilon, weights["mlp_up"]["kernel"].dtype)
-        hidden = jax.nn.gelu(linear(weights["mlp_up"], y), approximate=False)
-        return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)

@@ -76,9 +76,7 @@ def rotate(
         table: from `rotary_table`.
     """
     cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in table)
-    rotated = 2 * cos.shape[-1]
-    first, second = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if rotated < x.shape[-1]:
-        parts.append(x[..., rotated:].astype(jnp.float32))
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)

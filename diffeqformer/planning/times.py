@@ -27,7 +27,7 @@ ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler say
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
     "generator": (
-        "generated.py", "interpolated.py", "looped.py", "projection.py", "project.py", "gradients.py", "low_rank.py",
+        "generated.py", "plain.py", "looped.py", "projection.py", "project.py", "gradients.py", "low_rank.py",
     ),
     "loss": ("cross_entropy.py",),
     "update": ("step.py", "optimizer.py", "muon.py", "update.py"),

@@ -20,7 +20,7 @@ import types
 from diffeqformer.__main__ import COMMANDS, module_of
 from flags import lower_in_one_context
 
-MODULES = [module_of(name) for name in COMMANDS if name not in ("plan", "harness")]
+MODULES = [module_of(name) for name in COMMANDS if name != "harness"]
 
 
 def become(request: dict) -> None:

@@ -7,7 +7,6 @@ import json
 
 import jax
 
-import diffeqformer.plan  # noqa: F401  it sets what the TPU compiler needs
 from diffeqformer.planning.chips import TPUS
 from diffeqformer.planning.programs import compile_for_tpu, tpu_devices
 from diffeqformer.planning.times import seconds_by_cause

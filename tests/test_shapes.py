@@ -102,7 +102,7 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
         "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
         "--config.model.lora_rank=4", "--config.microbatches=0",
     ]  # fmt: skip
-    done = command("diffeqformer.plan", *options, f"--json={tmp_path}/plan.json")
+    done = command("plan", *options, f"--json={tmp_path}/plan.json")
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["devices"], plan["kind"], plan["fits"]) == (2, "NVIDIA H100", True) and "training" not in plan

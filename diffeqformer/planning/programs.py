@@ -88,6 +88,9 @@ def tpu_devices(topology: str, slices: int) -> list:
     chips = math.prod(map(int, re.findall(r"\d+", shape)))
     if kind == "v5e" and chips > 256:  # libtpu would end the process
         raise UserError(f"--topology: a slice of v5e has at most 256 chips, but {topology} has {chips:,}")
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")  # libtpu need not be on a TPU's host
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it uses no TPU that another process could have
     more: dict = {"num_slices": slices} if slices > 1 else {}
     if set(re.findall(r"\d+", shape)) == {"1"}:  # a host usually has four
         more["chips_per_host_bounds"] = [1, 1, 1]

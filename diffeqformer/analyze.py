@@ -14,7 +14,7 @@ from diffeqformer.analysis.report import Section, write
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, title, whole_numbers
+from diffeqformer.console.results import header, results_folder, title
 from diffeqformer.data.files import read_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
@@ -40,7 +40,7 @@ class Analysis(NamedTuple):
 
 
 ANALYSES = {
-    "spectra": Analysis(spectra.section, options=("times", "heads", "feed_forward")),
+    "spectra": Analysis(spectra.section, options=("times", "feed_forward")),
     "induction": Analysis(induction.section),
     "sharpness": Analysis(sharpness.section, reads_text=True),
     "sensitivity": Analysis(sensitivity.section, reads_text=True, options=("published_pairing",)),
@@ -63,7 +63,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.", **bounds)
     flags.DEFINE_integer("times", None, "Times at which spectra are computed; by default the solver's own.", **bounds)
     flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
-    flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four with the largest.")
     flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
     flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
     flags.DEFINE_string(
@@ -113,9 +112,6 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
         raise UserError("--times: must be left out for this model, whose weights aren't functions of time")
     if options.published_pairing and not (model.depth.generated and model.solver == SOLVERS["euler"]):
         raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
-    heads = whole_numbers("--heads", options.heads, 0)
-    if max(heads, default=0) >= model.field.heads:
-        raise UserError(f"--heads: this model has the heads 0 to {model.field.heads - 1}, but one is {max(heads)}")
     if model.depth.fixed_depth:
         check_weights(model, options.num_steps)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.depth.depths import MOST_STEPS, longest_grid, trained_depths
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, gain_of
@@ -206,16 +206,10 @@ class Transformer(nnx.Module):
         Raises:
             UserError: if S exceeds `max_length`.
         """
-        return self.solver.read(self.solver_states(tokens, weights))
-
-    @at_its_precision
-    def solver_states(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> PyTree:
-        """The same with what else the solver carries (`Solver.begin`). Every array has a leading axis of L + 1."""
         check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, Context())
-        first = self.solver.begin(x, weights.step_sizes[0])
         after = walk(self.solver, self.field, weights, x, Context(), trajectory=True)
-        return jax.tree.map(lambda leaf, later: jnp.concatenate([leaf[None], later]), first, after)
+        return jnp.concatenate([x[None], after])
 
     @at_its_precision
     def extend(

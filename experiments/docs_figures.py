@@ -52,7 +52,7 @@ OF_RUNS = {
     "spectrum_qk": Drawn("deep", "analyze", ("--parts=spectra", "--nofeed_forward"), "report.html", "spectrum of QK"),
     "clustering": Drawn("published", "analyze", ("--parts=simulation",), "report.html", "simulated particles"),
     "clustering_equal_total": Drawn(
-        "published", "analyze", ("--parts=simulation",), "report.html", "simulated particles", 2
+        "published", "analyze", ("--parts=simulation",), "report.html", "simulated particles", 1
     ),
     "ode_published": Drawn("published", "ode", (), "ode.png"),
     "depth": Drawn("wikitext", "evaluate", ("--num_steps=4,6,9,12,18,24", "--batch_size=32"), "perplexity.png"),

@@ -27,7 +27,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "out" / "report.html").read_text()
     sources = re.findall(r'(?:src|href|data)="?([^" >]*)', page)
-    assert len(sources) == 8 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert len(sources) == 7 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "a &lt;b&gt; &amp; $_$ a" in page and "<b>" not in page and "url(" not in page and "@import" not in page
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
     model = checkpoint.load(run).model
@@ -59,7 +59,7 @@ def options_of(**changes):
     default = {
         "workdir": "runs/x", "step": None, "feed_forward": True, "parts": PARTS, "text": None,
         "text_file": None, "num_steps": None, "times": None,
-        "heads": [], "flow": 4, "published_pairing": False, "output": None,
+        "flow": 4, "published_pairing": False, "output": None,
     }  # fmt: skip
     return types.SimpleNamespace(**{**default, **changes})
 
@@ -69,7 +69,6 @@ def options_of(**changes):
     [
         ("diffeqformer", {"text": "x" * 17}, "^--text: must have .* at most 16, .* it has 17$"),
         ("diffeqformer", {"text": "a", "text_file": "b"}, "^--text_file: can't be given together with --text"),
-        ("diffeqformer", {"heads": ["0", "4"]}, "^--heads: this model has the heads 0 to 3, but one is 4$"),
         ("diffeqformer", {"parts": ["spectre"]}, "^--parts: must be of spectra, .* is 'spectre'$"),
         ("gpt", {"num_steps": 3}, "^num_steps: this model has weights for 6 steps and for no other number"),
         ("gpt", {"times": 12}, "^--times: must be left out for this model"),
@@ -99,8 +98,7 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypat
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), parts=parts, text="some text"))
     assert [section.name for section in done] == parts
     page = (tmp_path / "out" / "report.html").read_text()
-    images = len(parts) + 3 * ("spectra" in parts)  # of four products
-    assert page.count("<img ") == images and ("<th>layer" in page) == (kind == "gpt")
+    assert page.count("<img ") == 4 and ("<th>layer" in page) == (kind == "gpt")
     assert ("within a step of this solver" in page) == (kind == "shared")
     for section in done:
         assert all(np.isfinite(values).all() for values in section.arrays.values()), section.name
@@ -112,7 +110,7 @@ def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     opened = opened_model("diffeqformer", dtype="bfloat16")
     open_instead(opened, monkeypatch)
     (tmp_path / "text.txt").write_text("some text\n")
-    changes = {"times": 12, "heads": ["2"], "feed_forward": False, "published_pairing": True, "num_steps": 3}
+    changes = {"times": 12, "feed_forward": False, "published_pairing": True, "num_steps": 3}
     changes |= {"text_file": str(tmp_path / "text.txt"), "output": str(tmp_path / "out")}
     spectral, sensitive = analyze.analyze(options_of(**changes, parts=["sensitivity", "spectra"]))
     assert spectral.arrays["OV/eigenvalues"].shape == (12, 4, 8)

@@ -50,7 +50,6 @@ def test_induction_scores_of_an_induction_head_and_of_an_even_one(monkeypatch):
     assert all(len(set(row)) == 8 for row in seen[0].tolist())
     assert len(np.unique(seen[0])) > 16 and 10 <= seen[0].min() and seen[0].max() < 40
     assert scores.shape == (3, 4) and (0 < scores).all() and (scores < 1).all()
-    assert (induction.induction_scores(model, range(10, 40), 8, examples=4, seed=1) != scores).all()
 
 
 def test_entropy_is_a_share_of_uniform_attentions():
@@ -60,8 +59,6 @@ def test_entropy_is_a_share_of_uniform_attentions():
     known[0, 2, 1:, :2] = 0.5  # head 2: 1 bit of 1, log2(3) and 2
     expected = [0, 1, np.mean([1, 1 / np.log2(3), 1 / 2])]
     np.testing.assert_allclose(sharpness.relative_entropy(jnp.asarray(known)), expected, atol=1e-6)
-    assert sharpness.rank_correlation(np.exp(-np.arange(6.0)).reshape(2, 3), np.arange(6.0).reshape(2, 3)) == -1
-    assert np.isnan(sharpness.rank_correlation(np.ones((2, 3)), np.arange(6.0).reshape(2, 3)))
 
 
 def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):

@@ -61,10 +61,7 @@ def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solv
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
     singular = np.log(np.linalg.svd(whole, compute_uv=False))
     for count in (5, 30):
-        found, change = flow.flow_exponents(model, TOKENS, count=count)
-        np.testing.assert_allclose(found, singular[:count], atol=0.01)
-        assert 0 <= change <= 1e-3
-    assert flow.flow_exponents(model, TOKENS, count=30, passes=2)[1] > 1e-3
+        np.testing.assert_allclose(flow.flow_exponents(model, TOKENS, count=count), singular[:count], atol=1e-4)
 
 
 class Mean(VectorField):
@@ -89,28 +86,22 @@ class Mean(VectorField):
         return isinstance(other, Mean)
 
 
-@pytest.mark.parametrize("name", ["euler", "adams_bashforth"])
-def test_a_linear_system_has_its_known_exponents(name):
+def test_a_linear_system_has_its_known_exponents():
     """With a lower triangular c, each token's derivative moves by c^T / S, upper triangular: its diagonal counts."""
     rates, rest = np.array([3.0, 1.0, -0.5, -2.0]), np.tril(np.random.RandomState(0).randn(4, 4), -1)
-    layers, solver = [{"c": jnp.asarray(np.diag(rates) + rest, jnp.float32)}], SOLVERS[name]
-    lengths = np.tile([0.03, 0.07], 10)
-    y, slope, before, total = np.ones(4), np.zeros(4), np.inf, 0
-    state = solver.begin(jnp.ones((1, 5, 4)), jnp.float32(lengths[0]))
-    tangents = jnp.tile(jnp.eye(4 * len(lyapunov.of_tokens(state)), 4), (5, 1, 1))
+    layers, solver = [{"c": jnp.asarray(np.diag(rates) + rest, jnp.float32)}], SOLVERS["euler"]
+    lengths, total = np.tile([0.03, 0.07], 10), 0
+    x, tangents = jnp.ones((1, 5, 4)), jnp.tile(jnp.eye(4), (5, 1, 1))
     for dt in lengths:
-        tangents, logs = lyapunov.advance(solver, Mean(), layers, jnp.float32(dt), state, tangents)
+        tangents, logs = lyapunov.advance(solver, Mean(), layers, jnp.float32(dt), x, tangents)
         total = total + logs
-        state = solver.step(Mean(), layers, state, jnp.float32(dt), Context())
-        ratio, earlier, slope = dt / before, slope, rates / 5 * y
-        y = y + dt * (slope + ratio / 2 * (slope - earlier))
-        before = dt if name == "adams_bashforth" else np.inf
-    np.testing.assert_allclose(total, np.tile(np.log(y), (5, 1)), atol=1e-5)
+        x = solver.step(Mean(), layers, x, jnp.float32(dt), Context())
+    expected = np.log(1 + lengths[:, None] * rates / 5).sum(0)
+    np.testing.assert_allclose(total, np.tile(expected, (5, 1)), atol=1e-5)
 
 
 def test_kaplan_yorke():
     """The Lorenz system's published exponents give its published dimension; too few give None, only negative ones 0."""
     assert flow.kaplan_yorke(np.array([0.906, 0.0, -14.572])) == pytest.approx(2.062, abs=1e-3)
     assert flow.kaplan_yorke(np.array([0.5, 0.1, -0.2])) is None
-    assert flow.kaplan_yorke(np.array([-1.0, -0.1])) == 0
-    assert flow.kaplan_yorke(np.array([np.nan, -0.1])) is None
+    assert flow.kaplan_yorke(np.array([-0.1, -1.0])) == 0

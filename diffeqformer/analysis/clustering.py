@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
+from scipy.spatial.distance import pdist
 
 from diffeqformer.analysis.common import in_float32, time_label
 from diffeqformer.analysis.report import Section, paragraph
@@ -14,24 +15,16 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def relative_distances(
-    states: Float[np.ndarray, "states *draws N D"],
-) -> tuple[Float[np.ndarray, "states *draws quantiles"], Float[np.ndarray, "states *draws"]]:
+    states: Float[np.ndarray, "states N D"],
+) -> tuple[Float[np.ndarray, "states quantiles"], Float[np.ndarray, "states"]]:
     """At each time, the `QUANTILES` of all pairwise distances, divided by their root mean square, and the latter.
 
     A swarm that only spreads or shrinks keeps its quantiles. If most particles are in a few clusters, the lower
     quantiles fall to 0. If all particles are in one place, all quantiles are 0.
     """
-    above = np.triu_indices(states.shape[-2], 1)
-    quantiles, sizes = [], []
-    for x in states.astype(np.float64):
-        x = x - x.mean(-2, keepdims=True)
-        squares = (x**2).sum(-1)
-        squares = squares[..., :, None] + squares[..., None, :] - 2 * x @ x.swapaxes(-1, -2)
-        distances = np.sqrt(np.maximum(squares, 0)[..., *above])
-        sizes.append(np.sqrt((distances**2).mean(-1)))
-        found = np.quantile(distances, QUANTILES, axis=-1) / np.where(sizes[-1] > 0, sizes[-1], 1)
-        quantiles.append(np.moveaxis(found, 0, -1))
-    return np.stack(quantiles), np.stack(sizes)
+    distances = np.stack([pdist(x) for x in states.astype(np.float64)])
+    sizes = np.sqrt((distances**2).mean(-1))
+    return np.quantile(distances, QUANTILES, axis=-1).T / np.where(sizes > 0, sizes, 1)[:, None], sizes
 
 
 def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "states N D"]:

@@ -33,12 +33,7 @@ def to_successor(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"]:
 
 
 def induction_scores(
-    model: Transformer,
-    ids: Sequence[int],
-    length: int,
-    examples: int = 8,
-    num_steps: int | None = None,
-    seed: int = 0,
+    model: Transformer, ids: Sequence[int], length: int, examples: int = 8, num_steps: int | None = None
 ) -> Float[np.ndarray, "T H"]:
     """The induction score of each head, on a sequence of random tokens that is repeated once.
 
@@ -49,7 +44,7 @@ def induction_scores(
         ids: ids from which the tokens are drawn.
         length: number of different tokens, at most half the model's positions and at most the number of ids.
     """
-    random = np.random.RandomState(seed)
+    random = np.random.RandomState(0)
     once = np.stack([random.choice(ids, length, replace=False) for _ in range(examples)])
     return np.asarray(maps(model, jnp.asarray(np.tile(once, 2)), num_steps, to_successor))
 

@@ -12,13 +12,12 @@ Over few steps they depend on the order of the coordinates. `total_derivative` i
 """
 
 import functools
-import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.depth.grid import Grid
@@ -26,10 +25,11 @@ from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, walk
+from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 64  # number of rows of a Jacobian that are computed at once
-OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter", "adams_bashforth")]
+OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter")]
 """With these, other tokens move only at the end of a step."""
 
 
@@ -65,46 +65,29 @@ class LastToken(VectorField):
         return self.field.feed_forward(weights, row, context)
 
 
-def rows_at_once(tokens: int, most: int = CHUNK) -> int:
+def rows_at_once(tokens: int) -> int:
     """How many rows of a Jacobian to pull back at once through the attention of some tokens: H S^2 numbers for each."""
-    return max(1, most * 256**2 // max(256, tokens) ** 2)
-
-
-def of_tokens(state: PyTree) -> list[Array]:
-    """What a solver's state holds of every token, which comes first in it: x, and what else is as large as x."""
-    leaves = jax.tree.leaves(state)
-    return [leaf for leaf in leaves if leaf.shape == leaves[0].shape]
+    return max(1, CHUNK * 256**2 // max(256, tokens) ** 2)
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
-def advance(solver, field, layers, dt, state, tangents):
-    """Y -> (I + J) Y for every input token, as Q and log |diag R|.
+def advance(solver, field, layers, dt, x, tangents):
+    """Y -> (I + J) Y for every input token, [S, D, D], as Q and log |diag R|, in the step from the state x."""
+    others_wait = solver in OTHERS_WAIT
 
-    Y [S, parts * D, D] also has the derivatives of what else the solver carries for the last token, times R^-1.
-    """
-    leaves, tree = jax.tree.flatten(state)
+    def increment_of_last(x):
+        moving, here = (LastToken(field, x), x[:, -1:]) if others_wait else (field, x)
+        return (solver.step(moving, layers, here, dt, Context()) - here)[0, -1]
 
-    def increments(parts):  # of the last token, in this step
-        moving = field
-        if solver in OTHERS_WAIT:
-            moving, parts = LastToken(field, parts[0]), [part[:, -1:] for part in parts]
-        after = solver.step(moving, layers, tree.unflatten([*parts, *leaves[len(parts) :]]), dt, Context())
-        return jnp.concatenate([(new - old)[0, -1] for new, old in zip(of_tokens(after), parts, strict=True)])
-
-    increment, pull = jax.vjp(increments, of_tokens(state))
+    increment, pull = jax.vjp(increment_of_last, x)
     rows = jnp.eye(increment.size, dtype=increment.dtype)
-    *_, tokens, width = leaves[0].shape
-    at_once = CHUNK if solver in OTHERS_WAIT else rows_at_once(tokens)
-    of_x, *of_rest = jax.lax.map(lambda row: [part[0] for part in pull(row)[0]], rows, batch_size=at_once)
-    of_rest = [jnp.broadcast_to(part[:, None, -1], of_x.shape) for part in of_rest]  # the last token's own
-    jacobian = jnp.concatenate([of_x, *of_rest], axis=-1).swapaxes(0, 1)  # [S, out, in]
+    at_once = CHUNK if others_wait else rows_at_once(x.shape[1])
+    jacobian = jax.lax.map(lambda row: pull(row)[0][0], rows, batch_size=at_once).swapaxes(0, 1)  # [S, out, in]
 
     def orthogonal(of_token):  # a few tokens at a time: for all of them, each array here would have S D^2 numbers
         tangent, block = of_token
-        tangent = tangent + block @ tangent
-        q, triangle = jnp.linalg.qr(tangent[:width])
-        rest = jax.scipy.linalg.solve_triangular(triangle, tangent[width:].T, trans=1).T if of_rest else q[:0]
-        return jnp.concatenate([q, rest]), jnp.log(jnp.abs(jnp.diagonal(triangle)))
+        q, triangle = jnp.linalg.qr(tangent + block @ tangent)
+        return q, jnp.log(jnp.abs(jnp.diagonal(triangle)))
 
     return jax.lax.map(orthogonal, (tangents, jacobian), batch_size=CHUNK // 4)
 
@@ -129,24 +112,22 @@ def exponents(
         progress: called with the number of finished steps and their total.
 
     Raises:
-        UserError: if the model can't take that number of steps or has a reversible solver.
+        UserError: if the model can't take that number of steps, or its solver carries more than the state.
     """
-    if model.solver.reversible:  # attention reads the second states of all tokens, which `advance` doesn't follow
-        raise UserError("exponents: a reversible solver walks with two states of each token, and they follow one only")
-    weights, solver = weights_at(model, num_steps), model.solver
-    states = model.solver_states(tokens[None], weights)
+    solver = model.solver
+    if solver.begin is not x_alone:
+        raise UserError("exponents: they follow the state alone, and this solver also carries another array")
+    weights = weights_at(model, num_steps)
+    states = model.trajectory(tokens[None], weights)
     if published:
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
-    width = model.field.width
-    first = jnp.eye(len(of_tokens(states)) * width, width, dtype=jnp.float32)  # nothing but x depends on x(0) yet
-    tangents = jnp.tile(first, (len(tokens), 1, 1))
+    tangents = jnp.tile(jnp.eye(model.field.width, dtype=jnp.float32), (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another
         for step in range(steps):
             layers, dt = weights.at_step(step, len(solver.nodes))
-            state = jax.tree.map(operator.itemgetter(step), states)
-            tangents, logs = advance(solver, model.field, layers, dt, state, tangents)
+            tangents, logs = advance(solver, model.field, layers, dt, states[step], tangents)
             added.append(np.asarray(logs))
             progress(step + 1, steps)
     return np.stack(added)

@@ -73,12 +73,6 @@ def highlighted(pieces: list[str], values: np.ndarray) -> str:
     return f'<div class="text">{"".join(spans)}</div>'
 
 
-def print_largest(title: str, pieces: list[str], values: np.ndarray) -> None:
-    """Print the five largest values before the last token."""
-    largest = np.argsort(-np.nan_to_num(values[:-1], nan=-np.inf))[:5]
-    print(f"{title}:\n  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))
-
-
 def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]) -> None:
     """Write report.html, results.json and, if there are arrays, arrays.npz for the finished parts."""
     body = "".join(f"<h2>{html.escape(section.title)}</h2>{section.html}" for section in sections)

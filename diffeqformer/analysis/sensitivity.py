@@ -6,22 +6,20 @@ from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps, lyapunov
 from diffeqformer.analysis.common import in_float32
-from diffeqformer.analysis.report import Section, highlighted, paragraph, print_largest
+from diffeqformer.analysis.report import Section, highlighted, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
-from diffeqformer.console import figures
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import Transformer, weights_at
 
-LABELS = 130  # number of token labels that are readable side by side
-QUANTITIES = {
-    "Lyapunov sensitivity: largest exponent of equation (7)": "exponent",
-    "total derivative: log of the largest singular value": "logarithm",
-    "attention rollout": "share",
-    "gradient of the prediction's log probability": "length",
-}
-"""The measures, and what their values are."""
+MEASURES = (
+    "Lyapunov sensitivity: largest exponent of equation (7)",
+    "total derivative: log of the largest singular value",
+    "attention rollout",
+    "gradient of the prediction's log probability",
+)
 
 
 def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -36,36 +34,19 @@ def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return pieces
 
 
-def picture(labels: list[str], measures: dict[str, np.ndarray]):
-    """Plot each measure [S] of how the last token depends on earlier ones in its own panel, without infinite values."""
-    labels = [label.replace(" ", "\u2423") for label in labels[:-1]]
-    figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
-    for (name, values), [axis] in zip(measures.items(), axes, strict=True):
-        axis.plot(np.where(np.isfinite(values), values, np.nan)[:-1], "o", markersize=4)
-        axis.set(title=name, ylabel=QUANTITIES[name])
-        axis.grid(alpha=0.3)
-        axis.margins(x=0.01)
-    every = -(-len(labels) // LABELS)
-    axes[-1][0].set_xlabel("tokens before the last" + (f"; one in {every} is named" if every > 1 else ""))
-    shown = range(0, len(labels), every)
-    names = [labels[i].replace("$", r"\$") for i in shown]  # $ would start a formula
-    axes[-1][0].set_xticks(shown, names, rotation=90, fontsize=min(9, 800 / len(names)))
-    return figure
-
-
 def measure(
     model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None, published_pairing: bool
 ) -> tuple[dict[str, Float[np.ndarray, "S"]], dict[str, np.ndarray]]:
     """The four measures of each token's influence by name, and the arrays behind the first two.
 
-    Without the first one, if the solver is reversible.
+    Without the first one, if the solver carries more than the state.
 
     Args:
         target: the id whose log probability is differentiated.
     """
     measures, arrays = {}, {}
-    lyapunov_sensitivity, total, rollout, gradient = QUANTITIES
-    if not model.solver.reversible:
+    lyapunov_sensitivity, total, rollout, gradient = MEASURES
+    if model.solver.begin is x_alone:
         arrays["exponents"] = lyapunov.exponents(
             model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
         )
@@ -102,11 +83,12 @@ def section(
     shown = [
         paragraph(
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is "
-            f"{predicted!r}. Darker is larger. Each line has its own scale, which excludes the last token (framed)."
+            f"{predicted!r}. Darker is larger, and pointing at a token shows its value. Each line has its own scale, "
+            "which excludes the last token (framed)."
         ),
         paragraph(
-            "Exponents of equation (7) aren't shown, since this solver walks with two states of each token."
-            if model.solver.reversible
+            "Exponents of equation (7) aren't shown, since this solver carries more than the state."
+            if model.solver.begin is not x_alone
             else "Equation (7) treats each token and the last one as an isolated system. Its exponents are 0 for a "
             "token without influence. They ignore paths through other tokens and changes of the token "
             f"itself{exception}. The total derivative of the last state with respect to the first has all paths."
@@ -116,8 +98,6 @@ def section(
         shown.append(paragraph("Times and states of the exponents are paired as in the authors' code."))
     for name, values in measures.items():
         shown += [paragraph(name), highlighted(pieces, values)]
-        print_largest(name, pieces, values)
-    shown.append(figures.as_html(picture([repr(piece)[1:-1] for piece in pieces], measures), "sensitivity"))
     numbers = {
         "tokens": ids,
         "pieces": pieces,

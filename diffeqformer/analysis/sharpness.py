@@ -32,13 +32,6 @@ def relative_entropy(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"
     return (entropy / jnp.log(jnp.arange(2, probabilities.shape[-1] + 1))).mean((0, 2))
 
 
-def rank_correlation(entropy: Float[np.ndarray, "T H"], size: Float[np.ndarray, "T H"]) -> float:
-    """Spearman's correlation over all heads and times; NaN if one of the two is the same everywhere."""
-    if np.ptp(entropy) == 0 or np.ptp(size) == 0:
-        return float("nan")
-    return float(spearmanr(entropy, size, axis=None).statistic)
-
-
 def picture(entropy: np.ndarray, sizes: dict[str, np.ndarray], times: np.ndarray, axis_label: str):
     """Plot the entropy of each head over time, and against both sizes of QK."""
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
@@ -67,7 +60,7 @@ def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = N
     found, width = spectra(model, times, feed_forward=False)["QK"], model.field.head_width
     squares = {"eigenvalues": np.abs(found.eigenvalues) ** 2, "singular values": found.singular_values**2}
     sizes = {name: np.broadcast_to(np.sqrt(each.sum(-1) / width), entropy.shape) for name, each in squares.items()}
-    correlations = {name: rank_correlation(entropy, size) for name, size in sizes.items()}
+    correlations = {name: float(spearmanr(entropy, size, axis=None).statistic) for name, size in sizes.items()}
     order = np.argsort(entropy, axis=None)[:5]
     sharpest = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, entropy.shape), strict=True)]
     values = [entropy, *sizes.values()]

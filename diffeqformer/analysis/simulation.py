@@ -6,11 +6,9 @@ Attention alone, of one head, moves particles in space:
 
 with random Q, K and V and a polynomial s. The paper gives the degrees, 0 to 4, the numbers of particles, dimensions and
 steps, and a uniform start. Coefficients, horizon and the start's range are our choice. s(t) = (t / horizon)^degree ends
-at the same size for every degree, but the higher the degree, the smaller its sum over the steps. As controls, V and the
-scores, which grow with s^2, can be scaled so that every degree has the sum of degree 0.
+at the same size for every degree, but the higher the degree, the smaller its sum over the steps. As a control, V and
+the scores, which grow with s^2, can be scaled so that every degree has the sums of degree 0.
 """
-
-from collections.abc import Collection
 
 import numpy as np
 from jaxtyping import Float
@@ -27,7 +25,7 @@ DRAWS, SHOWN_EVERY = 20, 4  # in the report: draws, and steps between measuremen
 def simulate(
     degree: int,
     *,
-    equal_total: Collection[str] = (),
+    equal_total: bool = False,
     seed: int = 0,
     draws: int = 1,
     particles: int = 40,
@@ -41,8 +39,8 @@ def simulate(
 
     Args:
         degree: degree of the polynomial with which the weights grow; 0 keeps them constant.
-        equal_total: "V" or "scores" or both. These have the same sum over the steps for every degree, instead of the
-            same final size.
+        equal_total: V and the scores have the same sums over the steps for every degree, instead of the same final
+            size.
         seed, draws: of starts and weights, which don't depend on the degree.
     """
     random = np.random.RandomState(seed)
@@ -50,8 +48,8 @@ def simulate(
     query, key, value = random.randn(3, draws, dimensions, dimensions) / dimensions**0.5
     states, sizes = [x], (np.arange(1, steps + 1) / steps) ** degree
     for size in sizes:
-        sharpness = size**2 / (np.mean(sizes**2) if "scores" in equal_total else 1)
-        strength = size / (np.mean(sizes) if "V" in equal_total else 1)
+        sharpness = size**2 / (np.mean(sizes**2) if equal_total else 1)
+        strength = size / (np.mean(sizes) if equal_total else 1)
         scores = sharpness * (x @ query) @ (x @ key).swapaxes(-1, -2)
         share = np.exp(scores - scores.max(-1, keepdims=True))
         x = x + horizon / steps * strength * (share / share.sum(-1, keepdims=True)) @ x @ value
@@ -59,7 +57,7 @@ def simulate(
     return np.stack(states, axis=1)
 
 
-def simulations(equal_total: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def simulations(equal_total: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """For each power of the paper, the particles [T, N, 3] of one draw, and the clustering measure [T, q].
 
     The draw shown is the one of `DRAWS` that clusters most; the measure is the mean over all draws.
@@ -68,8 +66,8 @@ def simulations(equal_total: Collection[str]) -> tuple[dict[str, np.ndarray], di
     paths, means = {}, {}
     for degree, name in enumerate(names):
         draws = simulate(degree, equal_total=equal_total, draws=DRAWS)
-        quantiles, _ = relative_distances(draws[:, ::SHOWN_EVERY].swapaxes(0, 1))
-        paths[name], means[name] = draws[quantiles[-1, :, 1].argmin()], quantiles.mean(1)
+        quantiles = np.stack([relative_distances(draw[::SHOWN_EVERY])[0] for draw in draws])
+        paths[name], means[name] = draws[quantiles[:, -1, 1].argmin()], quantiles.mean(0)
     return paths, means
 
 
@@ -105,10 +103,8 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     ]
     numbers, arrays = {"quantiles": QUANTILES}, {}
     for kind, equal_total, title in (
-        ("equal_end", (), "weights that end at the same size"),
-        ("equal_total_of_v", ("V",), "the same integral of V over time, Q and K that end at the same size"),
-        ("equal_total", ("V", "scores"), "the same integrals of V and of the scores over time"),
-        ("equal_total_of_scores", ("scores",), "the same integral of the scores, V that ends at the same size"),
+        ("equal_end", False, "weights that end at the same size"),
+        ("equal_total", True, "the same integrals of V and of the scores over time"),
     ):
         paths, means = simulations(equal_total)
         of = np.linspace(0, HORIZON, len(means["constant"]))

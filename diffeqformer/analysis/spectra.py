@@ -9,14 +9,12 @@ D x n and an n x D matrix has the same nonzero eigenvalues as the n x n product 
 eigenvalues are computed from K x K matrices. Eigenvalues are kept complex.
 """
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Complex, Float
 from threadpoolctl import threadpool_limits
 
@@ -27,7 +25,7 @@ from diffeqformer.console import figures
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import in_type
-from diffeqformer.transformer import Transformer, split_model
+from diffeqformer.transformer import Transformer
 
 CHUNK = 12  # number of times whose weights exist at once
 PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown
@@ -66,28 +64,18 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n D"]) -> Spectrum:
-    """The spectrum of each product left @ right [D, D], from its smaller side."""
+    """The spectrum of each product left @ right [D, D], in float64 and from its smaller side if n < D."""
     if left.shape[-1] < left.shape[-2]:
         left, right = left.astype(np.float64), right.astype(np.float64)
-        small, singular = right @ left, _singular_values(left, right)
+        small = right @ left
+        thin, wide = (np.linalg.qr(side, mode="r") for side in (left, right.swapaxes(-1, -2)))
+        singular = np.linalg.svd(thin @ wide.swapaxes(-1, -2), compute_uv=False).astype(np.float32)
     else:
         small = left @ right
         singular = np.linalg.svd(small, compute_uv=False)
     values = np.linalg.eigvals(small).astype(np.complex64)
     order = np.argsort(-np.abs(values), axis=-1, kind="stable")
     return Spectrum(np.take_along_axis(values, order, -1), singular)
-
-
-def _singular_values(left, right):
-    """The singular values of left @ right, computed from n x n matrices.
-
-    With left^T left = s s^T, they are the square roots of the eigenvalues of s^T (right right^T) s. In float64, values
-    below 1e-8 of the largest are rounding errors.
-    """
-    values, vectors = np.linalg.eigh(left.swapaxes(-1, -2) @ left)
-    root = vectors * np.sqrt(np.maximum(values, 0))[..., None, :]
-    squares = np.linalg.eigvalsh(root.swapaxes(-1, -2) @ (right @ right.swapaxes(-1, -2)) @ root)
-    return np.sqrt(np.maximum(squares[..., ::-1], 0)).astype(np.float32)
 
 
 def matrix_pairs(field, layers: dict, feed_forward: bool) -> dict[str, tuple[Array, Array]]:
@@ -100,17 +88,6 @@ def matrix_pairs(field, layers: dict, feed_forward: bool) -> dict[str, tuple[Arr
     return pairs
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "feed_forward"))
-def _generated_pairs(graph, params, features, feed_forward):
-    model = nnx.merge(graph, params)
-    return matrix_pairs(model.field, model.depth.from_features(features), feed_forward)
-
-
-@functools.partial(jax.jit, static_argnames=("field", "feed_forward"))
-def _stored_pairs(field, layers, feed_forward):
-    return matrix_pairs(field, in_type(merge(layers), jnp.float32), feed_forward)
-
-
 def pairs_over_time(
     model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
@@ -120,18 +97,14 @@ def pairs_over_time(
         UserError: if the model has weights per layer and the number of times differs from the number of layers.
     """
     depth = model.depth
-    if depth.generated:
-        graph, params = split_model(model)
-        for start in range(0, len(times), CHUNK):
-            features = depth.features(times[start : start + CHUNK])
-            yield jax.tree.map(np.asarray, _generated_pairs(graph, params, jnp.asarray(features), feed_forward))
-        return
-    layers = depth(Grid.of(times))
+    stored = None if depth.generated else depth(Grid.of(times))
     if depth.constant:
-        layers = jax.tree.map(lambda leaf: leaf[None], layers)
-    for start in range(0, 1 if depth.constant else len(times), CHUNK):
-        part = jax.tree.map(lambda leaf: leaf[start : start + CHUNK], layers)
-        yield jax.tree.map(np.asarray, _stored_pairs(model.field, part, feed_forward))
+        stored, times = jax.tree.map(lambda leaf: leaf[None], stored), times[-1:]
+    for start in range(0, len(times), CHUNK):
+        part = slice(start, start + CHUNK)
+        layers = depth(Grid.of(times[part])) if stored is None else jax.tree.map(lambda leaf: leaf[part], stored)
+        pairs = matrix_pairs(model.field, in_type(merge(layers), jnp.float32), feed_forward)
+        yield jax.tree.map(np.asarray, pairs)
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
@@ -156,8 +129,12 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
     }
 
 
-def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str, heads: list[int]):
-    """Plot one product's spectrum over time: real parts, moduli, the complex plane, and three numbers of each head."""
+def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str):
+    """Plot one product's spectrum over time: real parts, moduli, the complex plane, and three numbers of each head.
+
+    Eigenvalues are drawn of the four heads with the largest ones.
+    """
+    heads = sorted(np.argsort(-found.radius().max(0))[:4].tolist())
     figure, axes = figures.new_figure(2, 3, (13, 7))
     (real, modulus, plane), (positive, radius, rank) = axes
     values, only = found.eigenvalues, found.eigenvalues.shape[1] == 1
@@ -204,7 +181,6 @@ def section(
     *,
     num_steps: int | None = None,
     times: int | None = None,
-    heads: Sequence[int | str] = (),
     feed_forward: bool = True,
 ) -> Section:
     """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
@@ -212,7 +188,6 @@ def section(
     Args:
         num_steps: of depth; by default as trained.
         times: number of times, evenly spaced over the depth; by default the times at which the steps take weights.
-        heads: heads whose eigenvalues are drawn; by default the four with the largest eigenvalues.
         feed_forward: whether to include its products, which take longest.
 
     Raises:
@@ -232,9 +207,7 @@ def section(
     ]
     numbers, arrays, rows = {"times": at.tolist()}, {"times": at}, []
     for name, one in found.items():
-        largest = np.argsort(-one.radius().max(0))[:4].tolist()
-        chosen = [0] if one.eigenvalues.shape[1] == 1 else [*map(int, heads)] or sorted(largest)
-        shown.append(figures.as_html(picture(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
+        shown.append(figures.as_html(picture(name, one, at, time_label(model)), f"spectrum of {name}"))
         of_heads = {name: getattr(one, name)() for name in ("radius", "positive_share", "effective_rank")}
         numbers[name] = {name: values.tolist() for name, values in of_heads.items()}
         arrays |= {f"{name}/eigenvalues": one.eigenvalues, f"{name}/singular_values": one.singular_values}

@@ -166,7 +166,7 @@ def walk(
     snapshots: int = 8,
     trajectory: bool = False,
     cache: KeyValueCache | None = None,
-) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], KeyValueCache] | PyTree:
+) -> Float[Array, "*L B S D"] | tuple[Float[Array, "B S D"], KeyValueCache]:
     """Move the state x(0) along a vector field to x(1), in one `jax.lax.scan` over the stacked weights.
 
     The state keeps its type. The compiled program does not grow with the number of steps.
@@ -175,7 +175,7 @@ def walk(
         weights: the weights at the solver's nodes in every step, and the steps' sizes.
         remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed.
         snapshots: number of states that are stored, with the `remat` binomial.
-        trajectory: return the solver's state after every step, [L, ...], instead of the last x.
+        trajectory: return x after every step, [L, B, S, D], instead of the last x.
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
             state, with the new tokens' keys and values from `context.position` on.
     """
@@ -191,7 +191,7 @@ def walk(
         if cache is not None:
             attend = CachedAttention(cache, step * solver.evaluations, context.position)
         state = steps.advance(state, layers, whole, step, dt, context.keys, attend)
-        return (state, None if cache is None else attend.cache), state if trajectory else None
+        return (state, None if cache is None else attend.cache), solver.read(state) if trajectory else None
 
     numbers = jnp.arange(len(weights.step_sizes))
     (state, cache), states = jax.lax.scan(body, (state, cache), (numbers, weights.step_sizes, layers))

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -133,13 +132,6 @@ def test_blocks_cover_a_layer_once(times, width):
         row, column = cut.of_constant().index_map(*np.indices(cut.grid, np.int32).reshape(2, -1))
         assert len({*zip(np.array(row).tolist(), np.array(column).tolist(), strict=True)}) == np.prod(cut.grid)
         assert 2 * per_weight * cut.rows * cut.columns <= chip.budget
-
-
-def test_a_device_has_its_row():
-    device = functools.partial(mock.Mock, jax.Device)
-    assert blocks.chip_of(device(device_kind="TPU v5", num_cores=2)) == blocks.Chip(16 * 2**20, 2)
-    assert blocks.chip_of(device(device_kind="TPU v6 lite", num_cores=1)) == blocks.Chip(32 * 2**20, 1)
-    assert blocks.chip_of(jax.devices()[0]) == blocks.Chip(min(blocks.LIMITS.values()), 1)
 
 
 def test_reasons_against():

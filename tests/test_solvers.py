@@ -12,7 +12,7 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.solvers import ONE_STEP, SOLVERS, Solver, walk
+from diffeqformer.solvers import ONE_STEP, SOLVERS, walk
 from diffeqformer.training.step import Program, training_grid
 from diffeqformer.transformer import split_model, weights_at
 from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
@@ -125,17 +125,3 @@ def test_a_training_step_takes_the_weights_of_its_times():
         losses.append(float(program.train_step(state, tokens)[1]["loss"]))
         assert losses[-1] == pytest.approx(float(expected), rel=1e-5)
     assert len(set(losses)) == 3
-
-
-def test_a_solver_counts_its_evaluations_itself():
-    """With a key-value cache, a wrong number would silently generate wrong text."""
-
-    def three_slopes(field, layers, x, dt, context):
-        start, middle = layers
-        k = field(start, x, context)
-        return x + dt * field(middle, x + dt * field.attention(middle, x + dt * k, context), context)
-
-    counts = {"euler": 1, "lie_trotter": 1, "midpoint": 2, "heun": 2, "rk4": 4, "strang": 4, "adams_bashforth": 1}
-    counts |= {f"reversible_{name}": 2 * count for name, count in counts.items() if name != "adams_bashforth"}
-    assert {name: solver.evaluations for name, solver in SOLVERS.items()} == counts
-    assert Solver(three_slopes, nodes=(0.0, 0.5), order=1).evaluations == 3

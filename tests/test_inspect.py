@@ -135,14 +135,13 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     save_params(tmp_path, toy_config(), {1: {"array": stored}})
     [array] = checkpoint.open_arrays(*checkpoint.open_to_read(tmp_path)[:2], None).values()
     assert (array.shape, array.nbytes) == (stored.shape, stored.nbytes)
-    for bytes_at_once, axes in ((1, None), (4 * 40, None), (10**6, None), (4 * 40, (0, 2)), (1, ())):
-        blocks, again = array.blocks(bytes_at_once, axes), np.zeros_like(stored)
+    for bytes_at_once in (1, 4 * 40, 10**6):
+        blocks, again = array.blocks(bytes_at_once), np.zeros_like(stored)
         for block in blocks:
             again[block] += array[block]
         np.testing.assert_array_equal(again, stored)
         largest = max(stored[block].nbytes for block in blocks)
-        whole = bytes_at_once == 10**6 or axes == ()
-        assert largest == stored.nbytes if whole else largest <= max(bytes_at_once, 4 * 30)
+        assert largest == stored.nbytes if bytes_at_once == 10**6 else largest <= max(bytes_at_once, 4 * 30)
 
 
 def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):

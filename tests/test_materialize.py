@@ -10,14 +10,13 @@ from flax import nnx, traverse_util
 
 from diffeqformer.checkpoints import checkpoint, stored_arrays
 from diffeqformer.checkpoints.one_by_one import save_one_by_one
-from diffeqformer.checkpoints.stored_arrays import StoredArray
 from diffeqformer.console.results import header
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.discretize import discretize, discretized_arrays
+from diffeqformer.inference.discretize import discretize
 from diffeqformer.inference.sampling import generate
 from diffeqformer.materialize import materialize
-from diffeqformer.transformer import abstract_model, select, split_model
+from diffeqformer.transformer import select, split_model
 from helpers import FAMILY, drawn, forward, lively_model, save_params, some_slow, toy_config
 from runs import command
 
@@ -66,7 +65,7 @@ CASES = [(*row, {}) for row in FAMILY] + [("gpt", "gpt", {"lora_rank": 3})]
 
 @pytest.mark.parametrize("kind, field, changes", some_slow(CASES, lambda case: case[1] == "llama" != case[0]))
 def test_every_model_can_be_materialized(kind, field, changes, tmp_path):
-    """To the same bits as at once, if no layer is larger than a block."""
+    """To the same bits as all layers at once."""
     config, model = saved(tmp_path / "run", kind, field, **changes)
     folder = materialize(tmp_path / "run")
     assert folder == tmp_path / "run" / "materialized-6-float32"
@@ -74,49 +73,6 @@ def test_every_model_can_be_materialized(kind, field, changes, tmp_path):
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         np.testing.assert_array_equal(found[path], array, err_msg=str(path))
-
-
-@pytest.mark.parametrize(
-    "kind, changes, bytes_at_once, bound",
-    [
-        ("diffeqformer", {}, 2**17, 0),  # whole rows
-        ("diffeqformer", {}, 2**12, 5e-7),  # parts of rows, whose products are rounded in another order
-        ("discretized", {"lora_rank": 2}, 2**12, 5e-7),
-        ("looped", {}, 2**12, 0),
-    ],
-)
-def test_layers_are_made_from_blocks(kind, changes, bytes_at_once, bound, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**10)
-    config, model = saved(tmp_path, kind, "gpt", width=64, mlp=128, time_embed_dim=20, **changes)
-    read, get, done = [], StoredArray.__getitem__, []
-    monkeypatch.setattr(StoredArray, "__getitem__", lambda self, index: read.append(get(self, index)) or read[-1])
-    folder, step, about, _ = checkpoint.open_to_read(tmp_path)
-    stored = checkpoint.open_arrays(folder, step, about.checksums)
-    if model.has_adapters:
-        frozen, recorded, remedy = checkpoint.open_frozen(tmp_path, about.base)
-        stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
-    arrays = discretized_arrays(config, stored, 6, "float32", lambda *of: done.append(of), bytes_at_once)
-    found, expected = dict(arrays), leaves(discretize(model, config, 6, "float32"))
-    assert found.keys() == expected.keys()
-    for path, array in expected.items():
-        np.testing.assert_allclose(found[path], array, rtol=0, atol=bound * np.abs(array).max(), err_msg=str(path))
-    assert max((array.nbytes for array in read if array.ndim == 3), default=0) <= bytes_at_once
-    assert done == [(n, len(done)) for n in range(1, len(done) + 1)] and len(done) > 5 and len(read) > 20
-
-
-@pytest.mark.long
-def test_a_layer_needs_not_be_in_memory(tmp_path, monkeypatch):
-    """Arrays of 134 MB add less than 100 to a process's peak, which it reached with a small model."""
-    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**20)
-    for name, width in (("small", 32), ("large", 4096)):
-        config = toy_config(model__width=128, model__mlp=width, model__time_embed_dim=64, model__num_steps=2)
-        shapes = split_model(abstract_model(config))[1]
-        flat = traverse_util.flatten_dict(shapes).items()
-        arrays = ((path, np.broadcast_to(np.ones((), leaf.dtype), leaf.shape)) for path, leaf in flat)
-        save_one_by_one(tmp_path / name, 1, arrays, checkpoint.About(config.to_dict(), "bytes"))
-    done = command("materialize_process", tmp_path / "small", tmp_path / "large")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) < 100e6 < 134e6 < max(leaf.size * 4 for _, leaf in flat)
 
 
 def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):

@@ -25,7 +25,6 @@ CHUNK_BYTES = 2**26
 64 MiB: a few chunks fit into any memory. On a mesh, Orbax cuts a shard along the axis that is sharded already. With
 smaller chunks, those of the last axis would become slivers, which are slow to copy.
 """
-BYTES_AT_ONCE = 2**28  # how much of an array is read at a time
 MOST_BLOCKS = 2**20  # in how many parts an array is read at most
 
 
@@ -64,34 +63,29 @@ class StoredArray:
         for index in self.blocks(4 * checksums.SMALL):
             block = self[index]
             if self.checksum is not None:
-                total += checksums.sums_of_block(block, tuple(part.start or 0 for part in index), self.shape)
+                total += checksums.sums_of_block(block, tuple(part.start for part in index), self.shape)
             yield block
         if self.checksum is not None:
             with self.reading():
                 if checksums.as_text(total) != self.checksum:
                     raise checksums.Differs(self.name)
 
-    def blocks(self, bytes_at_once: int = BYTES_AT_ONCE, axes: tuple[int, ...] | None = None) -> list[tuple]:
-        """The indices of blocks that make up the array: a slice for each axis. Too many are refused (by `reading`).
+    def blocks(self, bytes_at_once: int) -> list[tuple[slice, ...]]:
+        """The indices of blocks that make up the array. Too many are refused (by `reading`).
 
         Args:
-            bytes_at_once: limit of a block's size, unless a single chunk, over the whole of the other axes, is larger.
-            axes: the axes that may be cut; None: all. Of the others, the slice is `slice(None)`.
+            bytes_at_once: limit of a block's size, unless a single chunk is larger.
         """
-        axes = tuple(range(len(self.shape))) if axes is None else axes
-        chunk = self.store.chunk_layout.read_chunk.shape
-        sizes = [chunk[axis] if axis in axes else size for axis, size in enumerate(self.shape)]
-        for axis in sorted(axes, reverse=True):  # the last axis first, which is contiguous
+        sizes = list(self.store.chunk_layout.read_chunk.shape)
+        for axis in reversed(range(len(sizes))):  # the last axis first, which is contiguous
             size = math.prod(sizes) * self.dtype.itemsize
             sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))
         with self.reading():  # a small file can claim any shape
             if math.prod(-(-size // step) for size, step in zip(self.shape, sizes)) > MOST_BLOCKS:
                 raise ValueError(f"{self.name} has the shape {self.shape}, in more than {MOST_BLOCKS:,} blocks")
         cuts = [
-            [slice(start, min(start + sizes[axis], size)) for start in range(0, size, sizes[axis])]
-            if axis in axes
-            else [slice(None)]
-            for axis, size in enumerate(self.shape)
+            [slice(start, min(start + step, size)) for start in range(0, size, step)]
+            for size, step in zip(self.shape, sizes)
         ]
         return list(itertools.product(*cuts))
 

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints.stored_arrays import BYTES_AT_ONCE, StoredArray
+from diffeqformer.checkpoints.stored_arrays import StoredArray
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.depth.weights import DepthWeights, in_type, weight_axes
-from diffeqformer.fields.layers import Linear, Norm, multiplying
+from diffeqformer.depth.weights import in_type
+from diffeqformer.fields.layers import multiplying
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import MODELS, Path, Transformer, abstract_model, parameter_metadata, split_model
+from diffeqformer.transformer import MODELS, Path, Transformer, abstract_model, split_model
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
@@ -40,15 +41,18 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
 def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype: jnp.dtype, solver: str) -> dict:
     """The parameters of the model of `discretize`, from those of a model that is split."""
     model = nnx.merge(graph, params)
-    grid = Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes)
     made = {name: value.astype(dtype) for name, value in params.items() if name not in ("depth", "final_norm")}
     made |= in_type({"final_norm": params["final_norm"]}, dtype)
-    return {**made, "depth": {"layers": stored_layers(model.depth, grid, dtype)}}
+    ends = tuple(model.grid(num_steps).ends)
+    return {**made, "depth": {"layers": stored_layers(*split_model(model.depth), ends, solver, dtype)}}
 
 
-def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype) -> dict:
-    """The weights of every layer at the times of a grid, as a discretized model stores them. Adapters are merged."""
-    layers = depth(grid)
+@functools.partial(jax.jit, static_argnames=("graph", "ends", "solver", "dtype"))
+def stored_layers(
+    graph: nnx.GraphDef, params: dict, ends: tuple[float, ...], solver: str, dtype: jnp.dtype
+) -> dict[str, dict[str, Float[Array, "..."]]]:
+    """The layers of depth weights that are split, as a discretized model stores them. Adapters are merged."""
+    layers = nnx.merge(graph, params)(Grid.of(np.array(ends), SOLVERS[solver].nodes))
     with multiplying("highest"):
         return in_type(merge(layers), dtype)
 
@@ -70,66 +74,33 @@ def discretized_arrays(
     num_steps: int,
     dtype: str,
     progress: Callable[[int, int], None],
-    bytes_at_once: int = BYTES_AT_ONCE,
 ) -> Iterator[tuple[Path, np.ndarray]]:
-    """The parameters of `discretize` with their paths, one layer after the other, from arrays on disk.
+    """The parameters of `discretize` with their paths, from arrays on disk.
 
-    In memory are, at a time, the weights of one layer at all times, a block of its parameters, and those of its
-    parameters that are no larger than a block.
+    In memory are, at a time, what one layer is made from and its weights at all times.
     """
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
-    leaves = traverse_util.flatten_dict(shapes)
-    how = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes, "dtype": jnp.dtype(dtype)}
-    return _arrays(model, stored, leaves, how, progress, bytes_at_once)
+    how = {"ends": tuple(model.grid(num_steps).ends), "solver": solver, "dtype": jnp.dtype(dtype)}
+    return _arrays(model, stored, traverse_util.flatten_dict(shapes), how, progress)
 
 
-def _arrays(model: Transformer, stored, leaves, how, progress, bytes_at_once) -> Iterator[tuple[Path, np.ndarray]]:
+def _arrays(model: Transformer, stored, leaves, how, progress) -> Iterator[tuple[Path, np.ndarray]]:
     for path, leaf in leaves.items():
         if path[0] != "depth":
             yield path, np.asarray(jnp.asarray(stored[path][...]).astype(leaf.dtype))
-    layers = model.field.layers()
-    for done, (name, layer) in enumerate(layers.items(), 1):
+    names = list(model.field.layers())
+    for done, name in enumerate(names, 1):
         depth = nnx.merge(*nnx.split(model.depth))
         depth.layers = nnx.Dict(layer=depth.layers[name])  # equal layers have equal structures, which compile once
-        graph, axes = split_model(depth)[0], traverse_util.flatten_dict(parameter_metadata(depth, "axes"))
-        arrays = {path: stored["depth", *(name if key == "layer" else key for key in path)] for path in axes}
-        blocks = _blocks(layer, arrays, axes, bytes_at_once)
-        arrays |= {path: array[...] for path, array in arrays.items() if array.nbytes <= bytes_at_once}
-        weights = {path: leaf for path, leaf in leaves.items() if path[:3] == ("depth", "layers", name)}
-        weights = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
-        for block in blocks:
-            params = {path: array[_index(axes[path], block)] for path, array in arrays.items()}
-            made = _weights_of_layer(graph, traverse_util.unflatten_dict(params), **how)
-            for path, array in weights.items():
-                array[..., *_index(weight_axes(layer, path[-1]), block)] = made[path[-1]]
-            del params, made, array  # not kept while the next are read
-        progress(done, len(layers))
-        del arrays
+        graph, params = split_model(depth)
+        read = {
+            path: stored["depth", *(name if key == "layer" else key for key in path)][...]
+            for path in traverse_util.flatten_dict(params)
+        }
+        weights = jax.device_get(stored_layers(graph, traverse_util.unflatten_dict(read), **how)["layer"])
+        del read  # not kept while the weights are taken
+        progress(done, len(names))
         while weights:
-            yield weights.popitem()  # what has been taken isn't kept
-
-
-def _blocks(
-    layer: Linear | Norm, arrays: dict[Path, StoredArray], axes: dict[Path, tuple[str | None, ...]], bytes_at_once: int
-) -> list[dict[str, slice]]:
-    """What a layer is made from at a time: parts of its kernel's axes, by the blocks of its largest array on disk."""
-    cut = layer.axes if isinstance(layer, Linear) else ()
-    largest = max((path for path in axes if {*cut} <= {*axes[path]}), key=lambda path: arrays[path].nbytes)
-    places = tuple(axes[largest].index(axis) for axis in cut)
-    return [
-        {axis: block[place] for axis, place in zip(cut, places)}
-        for block in arrays[largest].blocks(bytes_at_once, places)
-    ]
-
-
-def _index(axes: tuple[str | None, ...], block: dict[str, slice]) -> tuple[slice, ...]:
-    return tuple(block.get(axis, slice(None)) for axis in axes)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "ends", "nodes", "dtype"))
-def _weights_of_layer(
-    graph: nnx.GraphDef, params: dict, ends: tuple[float, ...], nodes: tuple[float, ...], dtype: jnp.dtype
-) -> dict:
-    """`stored_layers` for depth weights that have only one layer."""
-    return stored_layers(nnx.merge(graph, params), Grid.of(np.array(ends), nodes), dtype)["layer"]
+            leaf, array = weights.popitem()
+            yield ("depth", "layers", name, leaf), array

@@ -28,9 +28,8 @@ from diffeqformer.console.results import header, home_folder
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.llama import BIASES
 from diffeqformer.huggingface.architectures import ARCHITECTURES
-from diffeqformer.huggingface.folder import check_new, written_whole
+from diffeqformer.huggingface.folder import check_new, tokenizer_files, written_whole
 from diffeqformer.huggingface.pretrained import SENTENCE, difference, logits_of, open_pretrained, write_pretrained
-from diffeqformer.huggingface.tokenizer_files import tokenizer_files
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Path, Transformer, abstract_model, check_weights, split_model, vector_field

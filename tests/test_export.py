@@ -19,9 +19,8 @@ from diffeqformer.errors import UserError
 from diffeqformer.export import export
 from diffeqformer.huggingface import folder as folders
 from diffeqformer.huggingface.architectures import write_model
-from diffeqformer.huggingface.folder import INDEX
+from diffeqformer.huggingface.folder import INDEX, tokenizer_files
 from diffeqformer.huggingface.pretrained import difference, open_pretrained
-from diffeqformer.huggingface.tokenizer_files import tokenizer_files
 from diffeqformer.import_model import import_model
 from helpers import forward, toy_config, write_tokenizer_json
 from newcomer import gpt2_files

@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_computed_is_one_sentence(given, sentence, tmp_pa
 @pytest.mark.parametrize(
     "how, sentence",
     [
-        ("pickled", "has its weights as a pickle alone, which can run any code; save them as"),
+        ("pickled", "has no weights as safetensors; name a folder as save_pretrained of Transformers"),
         ("cut", "model.safetensors: can't be read: .*; download it again"),
         ("nan", "model.norm.weight has numbers that are NaN or infinite; download it again"),
         ("no config", "config.json: can't be read: .*No such file.*; name the folder of a pretrained model"),

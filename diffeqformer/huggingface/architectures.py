@@ -1,18 +1,19 @@
-"""What a config.json means in the fields of our config, in both directions, and what of it this version can't compute.
+"""What a config.json and tensors mean in our terms, in both directions, and what of it this version can't compute.
 
 A config.json leaves out what has the default of its architecture, so the defaults are here, as in Transformers 5. A
 null stands for 0 or nothing.
 """
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from diffeqformer.errors import UserError
-from diffeqformer.huggingface.mapping import GPT2, LLAMA, NEOX, Row
-from diffeqformer.transformer import vector_field
+from diffeqformer.transformer import Path, vector_field
 
 
 class Field(NamedTuple):
@@ -152,6 +153,96 @@ def _to_neox(model: dict) -> dict:
     return {"use_parallel_residual": model["solver"] == "euler", **earlier, **fields}
 
 
+def _reordered(array: Float[np.ndarray, "*D outputs"], parts: int, of_each: int) -> Float[np.ndarray, "*D outputs"]:
+    """The last axis, of [parts, of_each, width], as [of_each, parts, width]."""
+    return array.reshape(*array.shape[:-1], parts, of_each, -1).swapaxes(-3, -2).reshape(array.shape)
+
+
+class Row(NamedTuple):
+    """One parameter.
+
+    ours: its path, where the layers' arrays are stacked if it is in `depth`.
+    theirs: the name of their tensor, with {} for the number of the layer.
+    transposed: torch's Linear keeps [outputs, inputs].
+    qkv: the last axis of theirs is [query | key | value, head, width], and of ours [head, query | key | value, width].
+    earlier: its name in files of earlier versions.
+    """
+
+    ours: Path
+    theirs: str
+    transposed: bool = False
+    qkv: bool = False
+    earlier: str = ""
+
+    def to_ours(self, array: np.ndarray, heads: int) -> np.ndarray:
+        """Our array of one layer, or some of its rows, from theirs, without rounding."""
+        array = array.T if self.transposed else array
+        return _reordered(array, 3, heads) if self.qkv else array
+
+    def to_theirs(self, array: np.ndarray, heads: int) -> np.ndarray:
+        """The reverse of `to_ours`."""
+        array = _reordered(array, heads, 3) if self.qkv else array
+        return array.T if self.transposed else array
+
+    def name(self, layer: int, names: Collection[str]) -> str:
+        """The name of its tensor among `names`; if it isn't there, the usual one. Some files lack its first part."""
+        usual = self.theirs.format(layer)
+        return next((name for name in (usual, self.earlier, usual.partition(".")[2]) if name in names), usual)
+
+
+def _linear(layer: str, theirs: str, transposed: bool = True, qkv: bool = False) -> list[Row]:
+    ours = "depth", "layers", layer
+    kernel = Row((*ours, "kernel"), f"{theirs}.weight", transposed, qkv)
+    return [kernel, Row((*ours, "bias"), f"{theirs}.bias", qkv=qkv)]
+
+
+def _norms(attention: str, feed_forward: str, last: str) -> list[Row]:
+    layers = "depth", "layers"
+    norms = {(*layers, "norm_attention"): attention, (*layers, "norm_mlp"): feed_forward, ("final_norm",): last}
+    leaves = {"scale": "weight", "shift": "bias"}
+    return [Row((*ours, a), f"{theirs}.{b}") for ours, theirs in norms.items() for a, b in leaves.items()]
+
+
+GPT2 = [
+    Row(("token_embedding",), "transformer.wte.weight"),
+    Row(("position_embedding",), "transformer.wpe.weight"),
+    *_norms("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"),
+    # GPT-2 has no Linear but Conv1D, which keeps [inputs, outputs] as we do
+    *_linear("qkv", "transformer.h.{}.attn.c_attn", transposed=False, qkv=True),
+    *_linear("attention_out", "transformer.h.{}.attn.c_proj", transposed=False),
+    *_linear("mlp_up", "transformer.h.{}.mlp.c_fc", transposed=False),
+    *_linear("mlp_down", "transformer.h.{}.mlp.c_proj", transposed=False),
+    Row(("lm_head",), "lm_head.weight", transposed=True),
+]
+LLAMA = [
+    Row(("token_embedding",), "model.embed_tokens.weight"),
+    *_norms("model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm", "model.norm"),
+    # both rotate the pairs (k, k + K / 2) of a head, so queries and keys keep their order
+    *_linear("query", "model.layers.{}.self_attn.q_proj"),
+    *_linear("key", "model.layers.{}.self_attn.k_proj"),
+    *_linear("value", "model.layers.{}.self_attn.v_proj"),
+    *_linear("attention_out", "model.layers.{}.self_attn.o_proj"),
+    *_linear("mlp_gate", "model.layers.{}.mlp.gate_proj"),
+    *_linear("mlp_up", "model.layers.{}.mlp.up_proj"),
+    *_linear("mlp_down", "model.layers.{}.mlp.down_proj"),
+    Row(("lm_head",), "lm_head.weight", transposed=True),
+]
+NEOX = [
+    Row(("token_embedding",), "gpt_neox.embed_in.weight"),
+    *_norms(
+        "gpt_neox.layers.{}.input_layernorm",
+        "gpt_neox.layers.{}.post_attention_layernorm",
+        "gpt_neox.final_layer_norm",
+    ),
+    # its outputs are ordered [head, query | key | value, width], as ours are
+    *_linear("qkv", "gpt_neox.layers.{}.attention.query_key_value"),
+    *_linear("attention_out", "gpt_neox.layers.{}.attention.dense"),
+    *_linear("mlp_up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+    *_linear("mlp_down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+    Row(("lm_head",), "lm_head.weight", transposed=True, earlier="embed_out.weight"),  # before Transformers 5
+]
+
+
 class Architecture(NamedTuple):
     """One row of the table of architectures.
 
@@ -199,10 +290,7 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
         table = ARCHITECTURES[name].fields
         fields = _with_defaults(_with_rotations(given), table)
         model = {field.ours: fields[field.theirs] for field in table if field.ours}
-        model |= ARCHITECTURES[name].to_ours(fields)
-        if not model["norm_epsilon"] > 0:  # our 0 stands for a default
-            raise UserError(f"the epsilon of norms: must be above 0 to be imported, but it is {model['norm_epsilon']}")
-        return name, model
+        return name, model | ARCHITECTURES[name].to_ours(fields)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -225,11 +313,7 @@ def _with_defaults(given: dict, table: list[Field]) -> dict:
 
 def _with_rotations(given: dict) -> dict:
     """The same fields, with the rotary ones, which versions write in several ways, under one name each."""
-    nested = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(given.get(name) or {}, dict):
-            raise UserError(f"{name}: must hold fields, but it is {given[name]!r}")
-        nested |= given.get(name) or {}
+    nested = (given.get("rope_scaling") or {}) | (given.get("rope_parameters") or {})
     fields, names = {}, ("rope_theta", "partial_rotary_factor", *OTHER_NAMES)
     for name, value in ((name, where.get(name)) for where in (given, nested) for name in names):
         name = OTHER_NAMES.get(name, name)
@@ -262,3 +346,19 @@ def _to_rotations(model: dict) -> dict:
     scaling = {**scaling, LLAMA3[-1]: int(scaling[LLAMA3[-1]])} if numbers else None
     parameters = {"rope_type": "default", "rope_theta": model["rope_theta"], **(scaling or {})}
     return {"rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def tensors_of(
+    rows: list[Row], leaves: dict[Path, tuple[int, ...]], heads: int, names: Collection[str] = ()
+) -> Iterator[tuple[Row, int, str, tuple[int, ...]]]:
+    """The tensors that a model consists of: each one's row, the number of its layer, its name, and its shape there.
+
+    `leaves` are the shapes of our parameters, and `names` those of a file, which may have other names for some.
+    """
+    for row in rows:
+        if row.ours in leaves:
+            stacked, shape = row.ours[0] == "depth", leaves[row.ours]
+            one = np.broadcast_to(np.float32(0), shape[stacked:])
+            theirs = row.to_theirs(one, heads).shape
+            for layer in range(shape[0] if stacked else 1):
+                yield row, layer, row.name(layer, names), theirs

@@ -1,19 +1,22 @@
-"""The JSON and the weights of a folder in Hugging Face's format, without torch, pickles or Transformers."""
+"""The files of a folder in Hugging Face's format, without torch, pickles or Transformers."""
 
 import contextlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+import tokenizers
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, Tokenizer
 from diffeqformer.errors import UserError, reason_of
 
 INDEX = "model.safetensors.index.json"
@@ -22,8 +25,6 @@ LARGEST = 5 * 10**9
 
 Index = tuple[slice, ...] | EllipsisType
 """A part of an array: of each axis, from where to where."""
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -89,43 +90,26 @@ class Tensors:
 
 def _only_file(folder: pathlib.Path) -> pathlib.Path:
     """The file that holds all tensors of a folder without an index."""
-    found = [folder / "model.safetensors"]
-    found = found if found[0].exists() else sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
-    if any(path.suffix in PICKLES for path in folder.iterdir()) and not found:
-        raise UserError(
-            f"{folder}: has its weights as a pickle alone, which can run any code; save them as safetensors where you "
-            "trust it (save_pretrained of Transformers)"
-        )
-    what = f"{len(found)} files of weights, but no {INDEX}, which names them" if found else "no weights in safetensors"
-    raise UserError(f"{folder}: has {what}; name the folder of a pretrained model, with all of its files")
+    found = list(folder.glob("model.safetensors")) or list(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        what = f"{len(found)} files of weights, but no {INDEX}" if found else "no weights as safetensors"
+        raise UserError(f"{folder}: has {what}; name a folder as save_pretrained of Transformers writes it")
+    return found[0]
 
 
-def write_tensors(
-    folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarray]], sizes: dict[str, int], dtype: str
-) -> None:
-    """Write tensors as `dtype`: one file, or several of up to `LARGEST` bytes with an index.
-
-    Args:
-        tensors: what makes each of them. Those of one file are in memory at a time.
-        sizes: of each, in bytes.
-    """
-    files, room = [[]], LARGEST
-    for name, size in sizes.items():
-        if files[-1] and size > room:
-            files.append([])
-            room = LARGEST
-        files[-1].append(name)
-        room -= size
-    places = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        made = {name: np.ascontiguousarray(tensors[name](), jnp.dtype(dtype)) for name in names}
+def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    """Write tensors as `dtype`: one file, or several of up to `LARGEST` bytes with an index."""
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda array: array.size * jnp.dtype(dtype).itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=LARGEST,
+    )
+    for file, names in split.filename_to_tensors.items():
+        made = {name: np.ascontiguousarray(tensors[name], jnp.dtype(dtype)) for name in names}
         save_file(made, folder / file, metadata={"format": "pt"})  # some readers refuse files without it
-        places |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
@@ -161,3 +145,64 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         raise UserError(f"--to: {folder} can't be written: {reason_of(error)}; give another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
+    """The content of tokenizer.json and tokenizer_config.json. End-of-text also begins a text, and pads it.
+
+    Args:
+        max_length: the longest text that the model reads, in tokens.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        file, end = tokenizer.file, tokenizer.end_of_text_token
+    elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
+        file, end = _byte_level(tokenizer).to_str(pretty=True).encode(), END_OF_TEXT
+    else:
+        raise UserError(
+            "--workdir: its tokenizer is a SentencePiece model, which a tokenizer.json can't follow exactly; train a "
+            "model with data.tokenizer=huggingface, gpt2 or bytes"
+        )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    return {"tokenizer.json": file, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
+
+
+def _byte_level(tokenizer: ByteTokenizer | GPT2Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer of bytes and of pieces merged from them."""
+    merges = isinstance(tokenizer, GPT2Tokenizer)
+    ranks = tokenizer.ranks if merges else {bytes([b]): b for b in range(256)}
+    vocabulary = {_written(piece): i for piece, i in ranks.items()}
+    pairs = [_halves(piece, ranks) for piece in sorted(ranks, key=ranks.get) if len(piece) > 1]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [(_written(a), _written(b)) for a, b in pairs]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=merges)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([END_OF_TEXT])  # its id follows those of all pieces
+    return made
+
+
+def _halves(piece: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two pieces of which byte-pair encoding makes one."""
+    parts = [bytes([b]) for b in piece]
+    while len(parts) > 2:
+        at = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+LETTERS = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(OTHERS)}
+"""How GPT-2's format writes each byte as a printable character."""
+
+
+def _written(piece: bytes) -> str:
+    return "".join(LETTERS[byte] for byte in piece)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding
@@ -19,9 +18,8 @@ from ml_collections import ConfigDict
 from diffeqformer.config import base_config, check_config
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, counted
-from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model, write_model
+from diffeqformer.huggingface.architectures import ARCHITECTURES, Row, read_model, tensors_of, write_model
 from diffeqformer.huggingface.folder import Index, Tensors, read_json, write_json, write_tensors
-from diffeqformer.huggingface.mapping import Row, tensors_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import AXES
@@ -164,17 +162,15 @@ def write_pretrained(
         arrays: its parameters in fp32, by path, which are written as `dtype`.
         tokens: the ids of special tokens, by their names in config.json.
     """
-    model = write_model(config.model)
-    tensors, sizes = {}, {}
+    model, tensors = write_model(config.model), {}
     [architecture] = model["architectures"]
     leaves = {path: array.shape for path, array in arrays.items()}
-    for row, layer, name, shape in tensors_of(ARCHITECTURES[architecture].rows, leaves, config.model.heads):
+    for row, layer, name, _ in tensors_of(ARCHITECTURES[architecture].rows, leaves, config.model.heads):
         one = arrays[row.ours][layer] if row.ours[0] == "depth" else arrays[row.ours]
-        tensors[name] = functools.partial(row.to_theirs, one, config.model.heads)
-        sizes[name] = math.prod(shape) * jnp.dtype(dtype).itemsize
+        tensors[name] = row.to_theirs(one, config.model.heads)
     write_json(folder / "config.json", {**model, **tokens, "dtype": dtype, "torch_dtype": dtype})
     write_json(folder / "generation_config.json", tokens)
-    write_tensors(folder, tensors, sizes, dtype)
+    write_tensors(folder, tensors, dtype)
 
 
 def placed_model(config: ConfigDict, parts: dict[Path, ReadPart]) -> Transformer:

@@ -17,8 +17,7 @@ from common import MODEL_NAMES, alternate, make_config, print_table, ratio, seco
 from flax import nnx
 
 from diffeqformer.console import command_line
-from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.sampling import write_tokens
+from diffeqformer.inference.sampling import Choice, write_tokens
 from diffeqformer.transformer import new_model, split_model, weights_at
 
 SAMPLES = flags.DEFINE_integer("samples", 1, "Texts generated at once.")

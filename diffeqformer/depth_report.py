@@ -22,15 +22,16 @@ from diffeqformer.analysis import report
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
-from diffeqformer.console.figures import COLOURS, as_html, log_if_wide, new_figure
+from diffeqformer.console.figures import as_html
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_json
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, reachable
+from diffeqformer.inference.perplexity import plot_by_depth
 from diffeqformer.inference.sampling import write_tokens
 from diffeqformer.inference.scoring import Scorer, window_size
-from diffeqformer.inference.task_table import columns_of
+from diffeqformer.inference.tasks import columns_of
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, abstract_model, random_key, split_model, weights_of
@@ -148,24 +149,9 @@ def label(row: dict) -> str:
 
 def plot(rows: list[dict]):
     """Bits per byte against steps of depth, and against the time of a token; a run in several steps is a line."""
-    figure, [axes] = new_figure(1, 2, (11, 4), sharey=True)
-    names = dict.fromkeys(map(label, rows))
-    for number, name in enumerate(names):
-        of_run = sorted((row for row in rows if label(row) == name), key=lambda row: row["num_steps"])
-        colour, line = COLOURS[number % len(COLOURS)], "o-" if len(of_run) > 1 else "D"
-        for axis, across in zip(axes, ("num_steps", "milliseconds_per_token")):
-            values = [row[across] for row in of_run], [row["bits_per_byte"] for row in of_run]
-            axis.plot(*values, line, color=colour, label=name, markersize=5)
-        for row in of_run:
-            place, offset = (row["milliseconds_per_token"], row["bits_per_byte"]), {"xytext": (0, 6), "ha": "center"}
-            axes[1].annotate(row["num_steps"], place, textcoords="offset points", color=colour, fontsize=8, **offset)
-    steps = sorted({row["num_steps"] for row in rows})
-    axes[0].set(xlabel="steps of depth", ylabel="bits per byte", xticks=steps)
-    log_if_wide(axes[0])
-    axes[1].set(xlabel="ms per token, in writing (numbers: steps)")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.margins(y=0.12)
+    figure, axes = plot_by_depth(rows, label, "bits_per_byte", "milliseconds_per_token")
+    axes[0].set_ylabel("bits per byte")
+    axes[1].set_xlabel("ms per token, in writing (numbers: steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", fontsize=8)
     return figure
 

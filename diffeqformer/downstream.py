@@ -24,8 +24,16 @@ from diffeqformer.console.results import header, results_folder, whole_numbers, 
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.scoring import lead, window_size
-from diffeqformer.inference.task_table import PERCENT, describe, scores_of_documents, summary
-from diffeqformer.inference.tasks import SEED, Tasks, load_tasks, set_shots
+from diffeqformer.inference.tasks import (
+    PERCENT,
+    SEED,
+    Tasks,
+    describe,
+    load_tasks,
+    scores_of_documents,
+    set_shots,
+    summary,
+)
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model
 

@@ -21,7 +21,7 @@ from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
-from diffeqformer.inference.perplexity_report import heading, plot, table, write_curves
+from diffeqformer.inference.perplexity import heading, plot, table
 from diffeqformer.inference.reader import with_solver, without_depth
 from diffeqformer.inference.scoring import Scorer, Stretch, lead, window_size
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of
@@ -119,8 +119,7 @@ def score_text(
         if options.per_document:
             lines += [json.dumps(how | document) for document in evaluation.scored(accounts)]
             write_text(folder / "documents.jsonl", "\n".join(lines) + "\n")
-    write_curves(results, folder)
-    print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
+    print(f"\n{table(results)}\n\nThis table and results.json are in {folder}", flush=True)
     if len(scorers) > 1:
         plot(results, folder / "perplexity.png")
         print("and perplexity.png beside them")

@@ -17,9 +17,8 @@ from diffeqformer.console.terminal import json_line
 from diffeqformer.data.files import read_text
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, counted, printable
-from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.inference.sampling import MOST, Text, encode_prompt, write_texts, write_tokens
+from diffeqformer.inference.sampling import MOST, Choice, Text, encode_prompt, write_texts, write_tokens
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, random_key
 

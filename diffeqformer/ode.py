@@ -25,7 +25,7 @@ from diffeqformer.console.results import header, results_folder, write_json, wri
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.layers import Context, Linear
-from diffeqformer.inference.perplexity_report import as_trained, depths_of
+from diffeqformer.inference.perplexity import as_trained, depths_of
 from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts

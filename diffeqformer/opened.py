@@ -15,9 +15,8 @@ from diffeqformer.analysis import attention_maps
 from diffeqformer.analysis.common import check_text
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.errors import UserError
-from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.inference.sampling import generate
+from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.inference.scoring import Scorer, sliding_windows
 from diffeqformer.transformer import Transformer, check_weights, split_model, weights_at
 

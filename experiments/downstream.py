@@ -18,8 +18,7 @@ from scipy import stats
 
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.results import write_text
-from diffeqformer.inference.task_table import PERCENT, Column, Value, columns_of, in_order, shown_metric, table
-from diffeqformer.inference.tasks import TASKS
+from diffeqformer.inference.tasks import PERCENT, TASKS, Column, Value, columns_of, in_order, shown_metric, table
 
 RESULTS = flags.DEFINE_string("results", None, "A folder of results of diffeqformer.downstream.", required=True)
 SEED = re.compile(r"(seed[-_])\d+")

@@ -77,8 +77,7 @@ class Writing:
 
     def seconds(self) -> float:
         """The time of 100 tokens after the first, which comes with the weights."""
-        from diffeqformer.inference.choice import Choice
-        from diffeqformer.inference.sampling import write_tokens
+        from diffeqformer.inference.sampling import Choice, write_tokens
 
         size, key = self.model.vocab_size, jax.random.key(0)
         tokens = write_tokens(self.model, [0] * 8, count=101, key=key, vocab_size=size, choice=Choice())

@@ -15,8 +15,7 @@ from diffeqformer.analysis.spectra import spectra
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.fields.rotary import rotary_table
-from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
-from diffeqformer.inference.reader import Reader
+from diffeqformer.inference.reader import CHUNK, Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.transformer import split_model, vector_field, weights_at
 from helpers import ONE_DEVICE, forward, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
 

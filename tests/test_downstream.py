@@ -17,7 +17,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from diffeqformer import downstream
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
-from diffeqformer.inference import task_table, tasks
+from diffeqformer.inference import tasks
 from diffeqformer.inference.lm_eval_model import HarnessModel
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
@@ -64,7 +64,7 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
         for task, values in scored["documents"].items():
             results = run["tasks"][task]
             assert len(values) == results["examples"]
-            assert np.mean(values) == pytest.approx(results[task_table.shown_metric(results)])
+            assert np.mean(values) == pytest.approx(results[tasks.shown_metric(results)])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from diffeqformer.inference import task_table
+from diffeqformer.inference import tasks
 from diffeqformer.inference.tasks import TASKS
 
 ROW = {"shots": 0, "examples": 4, "contexts": 8, "contexts_cut": 0, "unknown_tokens": 0, "altered_texts": 0}
@@ -76,5 +76,5 @@ def test_a_group_has_the_documents_of_its_tasks_in_their_order():
     }
     results["samples"]["a"].append({"doc_id": 0, "filter": "other", "acc": 1})
     rows = {"all": {"examples": 3, "shots": 0, "acc,none": 1 / 3}}
-    assert task_table.scores_of_documents(results, rows) == {"all": [0, 1, 0]}
-    assert task_table.scores_of_documents(results, {"all": {"acc,none": 1 / 4}}) == {}  # the mean of the tasks' means
+    assert tasks.scores_of_documents(results, rows) == {"all": [0, 1, 0]}
+    assert tasks.scores_of_documents(results, {"all": {"acc,none": 1 / 4}}) == {}  # the mean of the tasks' means

@@ -16,8 +16,7 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.files import read_text
 from diffeqformer.data.tokenizers import SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.sampling import generate
+from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.transformer import random_key
 from helpers import ROOT
 from runs import command

@@ -1,7 +1,6 @@
 """lm-evaluation-harness: scores equal a plain loop's, batches and devices don't matter, generation, and the command."""
 
 import jax
-import lm_eval.api.model
 import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
@@ -13,9 +12,8 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
-from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.lm_eval_model import HarnessModel
-from diffeqformer.inference.sampling import generate, write_tokens
+from diffeqformer.inference.sampling import Choice, generate, write_tokens
 from diffeqformer.parallel import memory
 from helpers import ONE_DEVICE, forward, lively_model, toy_config
 
@@ -238,23 +236,3 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda devices: 10)
     with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts would take "):
         write(model, *asked)
-
-
-def test_models_that_answer_differently_share_no_cache(tmp_path):
-    single = {bytes([b]): b for b in range(256)}
-    models = [
-        harness_model(),
-        harness_model(num_steps=3),
-        harness_model(window=WINDOW - 1),
-        harness_model(small_model(width=64)),
-        *(harness_model(tokenizer=GPT2Tokenizer({**single, pair: 256})) for pair in (b"<|", b"|>")),
-        harness_model(reader.with_solver(small_model(), "heun", toy_config().model), num_steps=2),
-        harness_model(small_model(dtype="bfloat16")),
-    ]
-    answers = [lm_eval.api.model.CachingLM(model, f"{tmp_path}/cache_rank0.db") for model in models]
-    assert len({cache.cache_db for cache in answers}) == len(models)
-    again = lm_eval.api.model.CachingLM(harness_model(batch_size=2), f"{tmp_path}/cache_rank0.db")
-    asked = requests("loglikelihood", PAIRS[:1])
-    expected = answers[0].loglikelihood(asked)
-    again.lm.scorer = None  # it must not be asked
-    assert again.loglikelihood(asked) == expected

@@ -11,9 +11,8 @@ import pytest
 
 from diffeqformer.fields import attention
 from diffeqformer.fields.attention import plain
-from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.discretize import discretized_params
-from diffeqformer.inference.reader import Reader
+from diffeqformer.inference.reader import Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.parallel.sharding import on_each_device

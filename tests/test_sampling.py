@@ -9,10 +9,8 @@ from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError, printable
 from diffeqformer.inference import sampling
-from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
-from diffeqformer.inference.choice import Choice, draw
-from diffeqformer.inference.reader import Reader
-from diffeqformer.inference.sampling import Text, generate, write_tokens
+from diffeqformer.inference.reader import CHUNK, Reader, padded_prompt, read_prompt, read_token
+from diffeqformer.inference.sampling import Choice, Text, draw, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, split_model, weights_at
 from helpers import FAMILY, build_model, lively_model, logits_of, long_to_compile, some_slow

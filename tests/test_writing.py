@@ -13,11 +13,9 @@ from diffeqformer import generate as generate_command
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import cached, sampling
-from diffeqformer.inference.cached import check_room
-from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.reader import split_reader, with_solver
-from diffeqformer.inference.sampling import continue_prompts, generate, write_texts, write_tokens
+from diffeqformer.inference import reader, sampling
+from diffeqformer.inference.reader import check_room, split_reader, with_solver
+from diffeqformer.inference.sampling import Choice, continue_prompts, generate, write_texts, write_tokens
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel import memory
 from diffeqformer.solvers import SOLVERS
@@ -150,7 +148,7 @@ def test_options_of_prompts_must_agree(tmp_path):
 def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
     """One text more than there are is read before it joins the others."""
     counted = []
-    monkeypatch.setattr(cached, "check_free", lambda what, one, times: counted.append(one.size * times))
+    monkeypatch.setattr(reader, "check_free", lambda what, one, times: counted.append(one.size * times))
     gpt = lively_model("gpt", max_length=LENGTH, num_steps=2)
     for model, steps, texts in ((gpt, 2, 3), (small_model(), 2, 3), (small_model(), 4, 7)):
         check_room(model, steps, LENGTH, texts, "samples")

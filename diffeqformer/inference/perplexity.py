@@ -1,20 +1,32 @@
-"""The two perplexities of a text. docs/evaluation.md defines them."""
+"""The two perplexities of a text (docs/evaluation.md defines them), and the table and figure of them by depth."""
 
 import functools
 import itertools
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from jaxtyping import Int
 
+from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.data.perplexities import text_results, window_results
-from diffeqformer.data.tokenizers import Tokenizer, lost_in
-from diffeqformer.errors import UserError
+from diffeqformer.data.tokenizers import Tokenizer, describe_lost, lost_in
+from diffeqformer.depth.depths import shares_of_depths
+from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 
 GROUP = 4096  # windows held in memory at once
 Show = Callable[[int, int], None]  # called with the number of scored tokens and their total
+COLUMNS = {
+    "solver": "solver",
+    "num_steps": "steps",
+    "paper_perplexity": "paper's perplexity",
+    "perplexity": "perplexity",
+    "word_perplexity": "word perplexity",
+    "bits_per_byte": "bits/byte",
+    "milliseconds_per_window": "ms/window",
+}
 
 
 class Evaluation:
@@ -97,3 +109,91 @@ def _log_likelihoods(examples: Iterable[Iterable[Stretch]], total: int, scorer: 
             sums += [0.0] * (number + 1 - len(sums))
             sums[number] += float(np.sum(scores.log_probs, dtype=np.float64))
     return sums
+
+
+def depths_of(results: dict) -> list[int]:
+    """The numbers of steps in which a model was trained, by the header of its results."""
+    return list(shares_of_depths(results["training_depths"])) or [results["trained_num_steps"]]
+
+
+def as_trained(results: dict) -> str:
+    """How a model was trained, by the header of its results."""
+    depths = depths_of(results)
+    return f"trained in {', '.join(map(str, depths))} step{'s' * (depths != [1])} of {results['trained_solver']}"
+
+
+def text_name(results: dict) -> str:
+    """What is scored (`text_options.name_of_text`), and from which local files."""
+    files = results["files"]
+    if not files:
+        return results["text"]
+    return f"{results['text']} ({files[0]}" + (f" and {len(files) - 1} more files)" if len(files) > 1 else ")")
+
+
+def heading(results: dict) -> str:
+    """Which model is scored, and on what."""
+    return (
+        f"{results['title']}: {results['kind']}, {results['parameters']:,} parameters, at step "
+        f"{results['checkpoint_step']:,}, {as_trained(results)}\n{text_name(results)}; windows of "
+        f"{results['window']}, stride {results['stride']}"
+    )
+
+
+def table(results: dict) -> str:
+    """The results in Markdown."""
+    first = results["rows"][0]
+    columns = [name for name in COLUMNS if name in first]
+    sizes = [counted(first[f"{name}s"], name) for name in ("document", "byte", "word", "token") if f"{name}s" in first]
+    sizes = sizes or [f"{first['paper_tokens']:,} tokens"]
+    lines = [
+        heading(results),
+        f"{', '.join(sizes)} ({results['tokenizer']})",
+        "",
+        "| " + " | ".join(COLUMNS[name] for name in columns) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    for row in results["rows"]:
+        cells = [row["solver"], str(row["num_steps"])]
+        for name in columns[2:]:
+            digits = 4 if name == "bits_per_byte" else 2
+            cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
+        lines.append("| " + " | ".join(cells) + " |")
+    if lost := describe_lost(results["unknown_tokens"], results["altered_documents"]):
+        withheld = ", so what is divided by words or bytes is withheld" * bool(results["unknown_tokens"])
+        lines += ["", f"The tokenizer loses text: {lost}{withheld}."]
+    return "\n".join(lines)
+
+
+def plot_by_depth(rows: list[dict], name: Callable[[dict], str], metric: str, time: str):
+    """A figure of a metric against the steps of depth, and against a time; rows of one name are a line."""
+    figure, [axes] = new_figure(1, 2, (11, 4), sharey=True)
+    curves = {}
+    for row in sorted(rows, key=lambda row: row["num_steps"]):
+        curves.setdefault(name(row), []).append(row)
+    for colour, (label, curve) in zip(itertools.cycle(COLOURS), curves.items()):
+        for axis, across in zip(axes, ("num_steps", time)):
+            values = [row[across] for row in curve], [row[metric] for row in curve]
+            axis.plot(*values, "o-" if len(curve) > 1 else "D", color=colour, label=label, markersize=5)
+        for row in curve:
+            place, offset = (row[time], row[metric]), {"xytext": (0, 6), "ha": "center"}
+            axes[1].annotate(row["num_steps"], place, textcoords="offset points", color=colour, fontsize=8, **offset)
+    axes[0].set(xlabel="steps of depth", xticks=sorted({row["num_steps"] for row in rows}))
+    log_if_wide(axes[0])
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.margins(y=0.12)
+    return figure, axes
+
+
+def plot(results: dict, path: pathlib.Path) -> None:
+    """Plot perplexity against the number of steps, and against the time per window."""
+    rows = results["rows"]
+    metric = "perplexity" if "perplexity" in rows[0] else "paper_perplexity"
+    figure, axes = plot_by_depth(rows, lambda row: row["solver"], metric, "milliseconds_per_window")
+    for number, trained in enumerate(sorted({row["num_steps"] for row in rows} & {*depths_of(results)})):
+        axes[0].axvline(trained, color="grey", linestyle=":", label=None if number else "as trained")
+    axes[0].set_ylabel(COLUMNS[metric])
+    axes[1].set_xlabel(f"ms for a window of {results['window']} tokens (numbers: steps)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.suptitle(f"{results['title']} at step {results['checkpoint_step']:,} on {text_name(results)}")
+    figure.savefig(path, dpi=150)

@@ -1,9 +1,11 @@
-"""Tasks of lm-evaluation-harness: each one is loaded and tried before anything is scored."""
+"""Tasks of lm-evaluation-harness: each one is tried before anything is scored; and the table of their scores."""
 
 import logging
+import math
 import pathlib
 import random
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,13 @@ TASKS = {
 """The tasks of the paper's Tables 4 and 5: their names in lm-evaluation-harness and in the paper, in its order."""
 SEED = 1234  # for drawing the few-shot examples, as in lm-eval
 OURS = pathlib.Path(__file__).parent / "task_files"  # tasks whose data lm-eval can't load, from local files
+METRICS = ("acc", "exact_match", "f1", "bits_per_byte", "word_perplexity", "perplexity")
+"""The first of these that a task reports is shown. The paper doesn't name its metric; we infer `acc` from its values.
+On ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models. The length-normalised
+`acc_norm` isn't."""
+PERCENT = ("acc", "exact_match", "f1")
+COUNTS = ("contexts", "contexts_cut", "unknown_tokens", "altered_texts")
+"""Of `HarnessModel.counts`."""
 
 
 class Tasks(NamedTuple):
@@ -136,3 +145,140 @@ def set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:
     for name, task in tasks.items():
         task.set_config(key="num_fewshot", value=0 if own[name] == 0 else shots)
         task.set_fewshot_seed(seed=SEED)
+
+
+class Value(NamedTuple):
+    """A result as text: per cent for the metrics in PERCENT, and with lm-eval's standard error if there is one."""
+
+    value: float
+    error: float | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}" + ("" if self.error is None else f" ({self.error:.2f})") + self.note
+
+
+class Column(NamedTuple):
+    """Results of one model: shots -> task -> value."""
+
+    heading: str
+    values: dict[int, dict[str, Value]]
+
+
+def in_order(tasks: Iterable[str]) -> list[str]:
+    """The paper's tasks in its order, then the others in theirs."""
+    given = list(tasks)
+    return [task for task in TASKS if task in given] + [task for task in given if task not in TASKS]
+
+
+def shown_metric(results: dict) -> str:
+    """The key of the metric to show among a task's results; lm-eval's keys are "acc,none", "acc_stderr,none", ..."""
+    keys = [key for key, value in results.items() if "," in key and "_stderr," not in key and is_number(value)]
+    rank = {name: place for place, name in enumerate(METRICS)}
+    return min(keys, key=lambda key: rank.get(key.partition(",")[0], len(rank)))
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float))
+
+
+def shown_value(results: dict, shots: int) -> Value:
+    """The value of `shown_metric` with its standard error, the shots if the task fixes them, and what was cut."""
+    key = shown_metric(results)
+    name, _, kind = key.partition(",")
+    error, scale = results.get(f"{name}_stderr,{kind}"), 100 if name in PERCENT else 1
+    note = "" if results["shots"] == shots else f" [{results['shots']} shots]"
+    if results["contexts_cut"]:
+        note += f" [{results['contexts_cut']:,} of {results['contexts']:,} cut]"
+    if results["unknown_tokens"] or results["altered_texts"]:
+        note += f" [{results['unknown_tokens']:,} unknown, {results['altered_texts']:,} altered]"
+    return Value(scale * results[key], scale * error if is_number(error) else None, note)
+
+
+def columns_of(runs: list[dict]) -> list[Column]:
+    """A column for each label, in the order of the runs."""
+    columns = {}
+    for run in runs:
+        values = {task: shown_value(results, run["shots"]) for task, results in run["tasks"].items()}
+        columns.setdefault(run["label"], Column(run["label"], {})).values[run["shots"]] = values
+    return list(columns.values())
+
+
+def table(columns: list[Column], rows: dict[str, dict], failed: Iterable[str] = ()) -> str:
+    """Columns as a Markdown table, by the shots of the first one."""
+    places = [(number, column) for number in columns[0].values for column in columns if number in column.values]
+    above = [("Zero-shot" if n == 0 else "Five-shot" if n == 5 else f"{n}-shot") for n, _ in places]
+    above = [name if i == 0 or above[i - 1] != name else "" for i, name in enumerate(above)]
+    lines = [
+        ["", "", *above],
+        ["---", "---:"] + ["---:"] * len(places),
+        ["**Benchmark**", "**examples**", *(f"**{column.heading}**" for _, column in places)],
+    ]
+    for task in in_order([*rows, *failed]):
+        metric = shown_metric(rows[task]).partition(",")[0] if task in rows else "acc"
+        name = TASKS.get(task, task) + ("" if metric == "acc" else f" [{metric}]")
+        values = [str(column.values[number].get(task, "–")) for number, column in places]
+        lines.append([name, f"{rows[task]['examples']:,}" if task in rows else "not run", *values])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def describe(runs: list[dict], failed: dict[str, str]) -> str:
+    """The table of all runs, and sentences on contexts that were cut and on tasks that weren't run."""
+    text = table(columns_of(runs), runs[0]["tasks"], failed)
+    every = [task for run in runs for task in run["tasks"].values()]
+    if any(results["contexts_cut"] for results in every):
+        text += (
+            "\n[n of m cut]: n of m contexts didn't fit into the window with what follows them, and lost their start, "
+            "the examples first.\n"
+        )
+    if any(results["altered_texts"] for results in every):
+        text += (
+            "\n[n unknown, m altered]: the tokenizer has n unknown ids for the task's texts, and decodes m texts to "
+            "others. Perplexities per word or byte are nan where ids are unknown.\n"
+        )
+    return text + "".join(f"\n{TASKS.get(task, task)} wasn't run: {why}\n" for task, why in failed.items())
+
+
+def leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
+    """The tasks of a group, or the task itself."""
+    return [leaf for part in parts[name] for leaf in leaves(part, parts)] if parts.get(name) else [name]
+
+
+def summary(results: dict, name: str, model) -> dict[str, dict]:
+    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of a requested task.
+
+    A group without a value of its own is replaced by its tasks.
+    """
+    values, parts = results["results"].get(name, {}), results["group_subtasks"]
+    if "sample_len" not in values:
+        return {task: row for part in parts.get(name, []) for task, row in summary(results, part, model).items()}
+    tasks = leaves(name, parts)
+    row = {
+        "examples": values["sample_len"],
+        **{name: sum(model.counts[leaf][name] for leaf in tasks) for name in COUNTS},
+        "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
+        "version": results["versions"].get(name),
+        **{key: value for key, value in values.items() if "," in key},
+    }
+    return {name: row}
+
+
+def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[float]]:
+    """The shown metric of every document of each task, in the order of the documents, where the task's is their mean.
+
+    It isn't for perplexities, where a document has its log-likelihood, nor for groups in which tasks of different sizes
+    count the same.
+    """
+    scores = {}
+    for name, row in rows.items():
+        metric, _, chosen = (key := shown_metric(row)).partition(",")
+        samples = [
+            sample
+            for task in leaves(name, results["group_subtasks"])
+            for sample in sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+            if sample["filter"] == chosen
+        ]
+        values = [sample.get(metric) for sample in samples]
+        if values and all(map(is_number, values)) and math.isclose(np.mean(values), row[key], abs_tol=1e-6):
+            scores[name] = [float(value) for value in values]
+    return scores

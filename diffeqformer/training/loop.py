@@ -22,8 +22,7 @@ from diffeqformer.data.preparation import tokenizer_of
 from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import Stopped, counted, out_of_memory, printable, reason_of
-from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.sampling import generate
+from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.training import goodput

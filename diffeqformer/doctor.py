@@ -31,8 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 
-from diffeqformer.checkpoints.folder import folder_of, work_folder
-from diffeqformer.checkpoints.one_by_one import size_on_disk
+from diffeqformer.checkpoints.folder import folder_of, size_on_disk, work_folder
 from diffeqformer.config import check_overrides, check_used, explain, given_fields
 from diffeqformer.console import command_line
 from diffeqformer.data.preparation import store_folder, tokenizer_of

@@ -20,8 +20,7 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.checkpoints.folder import work_folder
-from diffeqformer.checkpoints.one_by_one import new_checkpoints, size_on_disk
+from diffeqformer.checkpoints.folder import new_checkpoints, size_on_disk, work_folder
 from diffeqformer.console import command_line
 from diffeqformer.huggingface.pretrained import (
     SENTENCE,

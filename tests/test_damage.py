@@ -16,7 +16,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffeqformer.checkpoints import checkpoint, checksums, damage
+from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.checkpoints import folder as checkpoint_folder
 from diffeqformer.console.progress import read_curves
 from diffeqformer.data.store import sha256
@@ -175,7 +175,7 @@ def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(item, ch
     assert set_aside_if_damaged(checkpoints, 2) is None
     for error in (OSError(24, "Too many open files"), ValueError("DEADLINE_EXCEEDED: the bucket didn't answer")):
         with monkeypatch.context() as patch:
-            patch.setattr(damage, "open_arrays", mock.Mock(side_effect=error))
+            patch.setattr(checkpoint, "open_arrays", mock.Mock(side_effect=error))
             assert set_aside_if_damaged(checkpoints, 2) is None
     for step, aside in ((1, False), (2, True)):
         for path in pathlib.Path(checkpoints / str(step) / item / "d").iterdir():
@@ -207,13 +207,13 @@ def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, dam
 def test_a_damaged_record_is_passed_over(checkpoints, monkeypatch):
     records = [checkpoints / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
-    assert damage.newest_readable(checkpoints.parent)[0].data_sha256 == "1"
+    assert checkpoint.newest_readable(checkpoints.parent)[0].data_sha256 == "1"
     with monkeypatch.context() as patch, pytest.raises(checkpoint_folder.Damaged, match="checkpoints/2: "):
         patch.setattr(checkpoint, "read_json", mock.Mock(side_effect=OSError(5, "Input/output error")))
-        damage.newest_readable(checkpoints.parent)
+        checkpoint.newest_readable(checkpoints.parent)
     records[0].write_text("{")
     with pytest.raises(checkpoint_folder.Damaged, match="checkpoints/1: "):
-        damage.newest_readable(checkpoints.parent)
+        checkpoint.newest_readable(checkpoints.parent)
 
 
 def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, paused, set_aside, small_disk
 
-from diffeqformer.checkpoints import checkpoint, damage
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.store import read_about
 from diffeqformer.errors import printable
 from diffeqformer.training import loop
@@ -33,7 +33,7 @@ SAVING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_eve
 def last_checksums(workdir: pathlib.Path) -> dict[str, str]:
     """Those of parameters and optimizer state after the last step, which are what is stored."""
     opened = checkpoint.load(workdir)
-    assert opened.step == 30 and damage.of_checkpoint(checkpoint.folder_of(workdir), 30) is None
+    assert opened.step == 30 and checkpoint.damage_of(checkpoint.folder_of(workdir), 30) is None
     return opened.about.checksums
 
 

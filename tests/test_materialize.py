@@ -9,13 +9,12 @@ import pytest
 from flax import nnx, traverse_util
 
 from diffeqformer.checkpoints import checkpoint, stored_arrays
-from diffeqformer.checkpoints.one_by_one import save_one_by_one
 from diffeqformer.console.results import header
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize
 from diffeqformer.inference.sampling import generate
-from diffeqformer.materialize import materialize
+from diffeqformer.materialize import materialize, save_one_by_one
 from diffeqformer.transformer import select, split_model
 from helpers import FAMILY, drawn, forward, lively_model, save_params, some_slow, toy_config
 from runs import command

@@ -26,7 +26,7 @@ from diffeqformer import data
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.analysis.report import Section, highlighted, paragraph, table
 from diffeqformer.analysis.report import write as write_report
-from diffeqformer.checkpoints import checkpoint, damage
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints import folder as checkpoint_folder
 from diffeqformer.console.results import check_links, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
@@ -240,8 +240,8 @@ def test_arrays_of_another_checkpoint_are_refused(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
     shutil.copytree(tmp_path / "checkpoints" / "1" / "params", tmp_path / "checkpoints" / "2" / "params")
     folder = checkpoint.folder_of(tmp_path)
-    assert damage.of_checkpoint(folder, 1) is None
-    assert "this checkpoint can't be read: params/w" in str(damage.of_checkpoint(folder, 2))
+    assert checkpoint.damage_of(folder, 1) is None
+    assert "this checkpoint can't be read: params/w" in str(checkpoint.damage_of(folder, 2))
 
 
 NESTED = "[" * 200_000

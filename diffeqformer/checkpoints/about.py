@@ -1,6 +1,7 @@
 """What a checkpoint says of itself."""
 
 import dataclasses
+import typing
 
 from diffeqformer.data.seals import sealed, unsealed
 
@@ -31,16 +32,11 @@ class About:
     @classmethod
     def from_json(cls, saved: dict) -> "About":
         """The reverse. Fields that an earlier version didn't write get their defaults."""
-        saved = unsealed(saved)
-        types = dict.fromkeys(
-            ("config", "base", "teacher", "materialized_from", "time_spent", "earlier_rates", "checksums"), dict
-        )
-        types["validation_due"] = bool
-        fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
+        saved, types = unsealed(saved), typing.get_type_hints(cls)
+        fields = {name: saved[name] for name in types if name in saved}
         for name in ("config", "tokenizer", *fields):
-            expected, found = types.get(name, str), type(fields.get(name))
-            if not issubclass(found, expected):
-                raise ValueError(f"'{name}' in its 'about' must be a {expected.__name__}, but it is {found.__name__}")
+            if not isinstance(fields.get(name), types[name]):
+                raise ValueError(f"'{name}' in its 'about' can't be {fields.get(name)!r}")
         for name in ("base", "teacher", "materialized_from"):
             origin = fields.get(name, {"workdir": "", "step": 0})
             if not (isinstance(origin.get("workdir"), str) and isinstance(origin.get("step"), int)):

@@ -11,8 +11,9 @@ from etils import epath
 
 from diffeqformer.checkpoints import stored_arrays
 from diffeqformer.data.seals import from_json, unsealed
-from diffeqformer.errors import UserError, out_of_memory, reachable, reason_of
+from diffeqformer.errors import UserError, UserErrorEverywhere, out_of_memory, reachable, reason_of
 from diffeqformer.orbax import ocp
+from diffeqformer.parallel import hosts
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"
 """The remedy if a checkpoint of a run that may be training can't be read."""
@@ -251,3 +252,30 @@ def may_pass(error: Damaged) -> bool:
 def _passes(cause: Exception | None) -> bool:
     of_disk = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     return of_disk or any(word in str(cause) for word in PASSING)
+
+
+@contextlib.contextmanager
+def new_checkpoints(output: epath.Path, option: str) -> Iterator[None]:
+    """The folder of new checkpoints, which the option gave. After an error, process 0 removes what was made."""
+    folder = output / "checkpoints"
+    made, occupied = None, False
+    with hosts.all_succeed(option), reachable(option, output):
+        if hosts.is_first():
+            made = folder if output.exists() else output
+            folder.mkdir(parents=True, exist_ok=True)
+            occupied = any(folder.iterdir())
+    if hosts.any_process(occupied):
+        raise UserErrorEverywhere(
+            f"{option}: {output} already holds a checkpoint, or the remains of one; give another folder, or delete it"
+        )
+    try:
+        yield
+    except BaseException:
+        if made:
+            made.rmtree(missing_ok=True)
+        raise
+
+
+def size_on_disk(path: epath.Path) -> int:
+    """Size in bytes of a file, or of all files in a folder."""
+    return sum(map(size_on_disk, path.iterdir())) if path.is_dir() else path.stat().length

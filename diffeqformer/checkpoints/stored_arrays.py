@@ -76,7 +76,7 @@ class StoredArray:
         Args:
             bytes_at_once: limit of a block's size, unless a single chunk is larger.
         """
-        sizes = list(self.store.chunk_layout.read_chunk.shape)
+        sizes = list(self.store.chunk_layout.read_chunk.shape or ())  # none of a scalar
         for axis in reversed(range(len(sizes))):  # the last axis first, which is contiguous
             size = math.prod(sizes) * self.dtype.itemsize
             sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))

@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint, damage
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import BEST, Damaged, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.config_fields import CONFIG_FIELDS
@@ -46,7 +46,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     elif "model.kind" not in given and MODELS[config.model.kind].weights.generated:
         config = config.copy_and_resolve_references()
         config.model.kind = "diffeqformer"  # which any base suits
-    about, ours = damage.newest_readable(workdir) or (None, None)
+    about, ours = checkpoint.newest_readable(workdir) or (None, None)
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
         model = ours.model
     else:

@@ -14,7 +14,7 @@ from etils import epath
 from jaxtyping import Array, Int
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint, damage
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.checkpoint import About
 from diffeqformer.checkpoints.checksums import Differs
 from diffeqformer.checkpoints.folder import (
@@ -114,7 +114,7 @@ def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None
 
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
-    saved, there = damage.newest_readable(workdir) or (None, None)
+    saved, there = checkpoint.newest_readable(workdir) or (None, None)
     same = there and there.data.tokenizer == config.data.tokenizer
     return (saved.tokenizer, saved.tokenizer_data) if same else None
 
@@ -206,7 +206,7 @@ def make_folder(workdir: epath.Path) -> None:
 
 def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
     """The record of the newest checkpoint, if this config can resume it; None if there is none."""
-    saved, config_there = damage.newest_readable(workdir) or (None, None)
+    saved, config_there = checkpoint.newest_readable(workdir) or (None, None)
     if saved is None:
         return None
     if saved.materialized_from is not None:
@@ -266,7 +266,7 @@ def newest_step(run: Run) -> int | None:
     """The step of the newest checkpoint, after those with damaged metadata are set aside; None if there is none."""
     folder = run.checkpoints.directory
     with hosts.all_succeed("the newest checkpoint"):
-        for error in damage.damaged_records(folder)[0] if hosts.is_first() else ():
+        for error in checkpoint.damaged_records(folder)[0] if hosts.is_first() else ():
             aside = set_aside(folder, error.step)
             print(f"{error.found}; it is now {aside}, and the one before it is taken", flush=True)
     run.checkpoints.reload()
@@ -328,7 +328,7 @@ def set_aside_if_damaged(folder: epath.Path, step: int) -> str | None:
     What else can end a restore is no damage: another process that has ended, a disk that can't be reached, frozen
     parameters, memory. Returns what was found and done; None if nothing was.
     """
-    found = damage.of_checkpoint(folder, step)
+    found = checkpoint.damage_of(folder, step)
     if found is None or may_pass(found) or older(folder, step) is None or not (folder / str(step)).exists():
         return None
     return f"{found.found}; it is now {set_aside(folder, step)}"

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint, damage
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.about import About
 from diffeqformer.config import check_rule, saved_config
 from diffeqformer.cross_entropy import SoftTargets
@@ -96,7 +96,7 @@ def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike
     if not config.teacher_weight:
         return None
     field = teacher_field(config)
-    about, ours = damage.newest_readable(workdir) or (None, None)
+    about, ours = checkpoint.newest_readable(workdir) or (None, None)
     if ours and about.teacher and is_base_of(config, about, ours, field):
         teacher = saved_config({**config.to_dict(), "model": about.teacher["model"]})
     else:

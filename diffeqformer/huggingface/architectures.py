@@ -88,11 +88,7 @@ def _but(fields: list[Field], **defaults: Any) -> list[Field]:
 
 
 OF_QWEN2 = _but(
-    OF_LLAMA,
-    vocab_size=151_936,
-    intermediate_size=22_016,
-    num_key_value_heads=32,
-    max_position_embeddings=32_768,
+    OF_LLAMA, vocab_size=151_936, intermediate_size=22_016, num_key_value_heads=32, max_position_embeddings=32_768
 ) + [Field("use_sliding_window", False, only=(False,))]
 OF_MISTRAL = _but(
     OF_LLAMA, intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096

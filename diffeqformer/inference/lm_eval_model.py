@@ -206,8 +206,6 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
             f"generation_kwargs.max_gen_toks: must be at least 1 and below the window of {window} tokens, "
             f"but it is {count}"
         )
-    if not all(isinstance(stop, str) for stop in until):
-        raise UserError(f"generation_kwargs.until: must be text, or a list of texts, but it is {until}")
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
     choice = Choice(float(temperature), options.get("top_k", 0), float(options.get("top_p", 1.0)))
     try:

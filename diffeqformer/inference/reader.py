@@ -127,12 +127,9 @@ def replace_text(
 
 
 def check_room(model: Transformer, steps: int, length: int, texts: int, option: str, divided: bool = True) -> None:
-    """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
+    """Check that the keys and values of some texts of so many positions, and of one that is read, fit into memory.
 
-    Args:
-        steps: of depth.
-        length: positions of each.
-        divided: whether they are divided over devices, as a hypernetwork's weights are at most.
+    divided: over all devices, as a hypernetwork's weights are at most.
     """
     shape = steps * model.solver.evaluations, 1, length, model.field.key_value_heads * model.field.head_width
     one = jax.ShapeDtypeStruct(shape, model.dtype)

@@ -187,11 +187,8 @@ def continue_prompts(
     """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
 
     When a text has `max_length` ids, its last half is read again, at the first positions, and the text goes on from
-    there. So each id is read twice at most, and a token always sees at least half of what the model can take.
-
-    Args:
-        prompts: the ids of each text's beginning, at least one.
-        keys: a random key for each text.
+    there. So each id is read twice at most, and a token always sees at least half of what the model can take. Prompts
+    are the ids of each text's beginning, at least one.
     """
     half = max(1, max_length // 2)
     seen = [list(prompt) if len(prompt) < max_length else prompt[-half:] for prompt in prompts]

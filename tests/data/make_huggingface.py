@@ -12,6 +12,39 @@ import numpy as np
 import torch
 import transformers
 
+SMALL = dict(
+    max_position_embeddings=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=100.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+CONFIGS = {
+    "gpt2": transformers.GPT2Config(n_positions=16, n_embd=32, n_layer=6, n_head=4, vocab_size=64),
+    "llama": transformers.LlamaConfig(
+        **SMALL | dict(intermediate_size=64, num_hidden_layers=6),
+        vocab_size=64,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
+    "llama3": transformers.LlamaConfig(
+        **SMALL,
+        vocab_size=64,
+        num_key_value_heads=2,
+        head_dim=12,
+        rms_norm_eps=1e-3,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=LLAMA3,
+    ),
+    "qwen2": transformers.Qwen2Config(**SMALL, vocab_size=64, num_key_value_heads=1, tie_word_embeddings=True),
+    "neox": transformers.GPTNeoXConfig(**SMALL, vocab_size=64, rotary_pct=0.5),
+}
+
 
 def redraw(model: torch.nn.Module) -> None:
     """Matrices at fan-in scale, gains of norms about 1, everything else about 0."""
@@ -24,77 +57,14 @@ def redraw(model: torch.nn.Module) -> None:
             parameter.data = 0.2 * noise + (1.0 if "weight" in name else 0.0)
 
 
-def save(name: str, model: torch.nn.Module) -> None:
+for name, config in CONFIGS.items():
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     redraw(model)
-    tied = model.config.tie_word_embeddings
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        logits = model.eval()(tokens).logits
-    parameters = {
-        key: value.numpy() for key, value in model.state_dict().items() if key != "lm_head.weight" or not tied
-    }
+        logits = model(tokens).logits
+    tied = ["lm_head.weight"] * config.tie_word_embeddings
+    parameters = {key: value.numpy() for key, value in model.state_dict().items() if key not in tied}
     file = pathlib.Path(__file__).parent / f"huggingface_{name}.npz"
     np.savez_compressed(file, tokens=tokens.numpy().astype(np.int32), logits=logits.numpy(), **parameters)
-    print(
-        f"{file.name}: transformers {transformers.__version__}, torch {torch.__version__}, logits of scale "
-        f"{logits.std():.2f}"
-    )
-
-
-save(
-    "gpt2",
-    transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=64, n_positions=16, n_embd=32, n_layer=6, n_head=4, attn_implementation="eager"
-        )
-    ),
-)
-save(
-    "llama",
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64,
-            max_position_embeddings=16,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
-    ),
-)
-
-SMALL = dict(
-    vocab_size=64,
-    max_position_embeddings=16,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    attn_implementation="eager",
-)
-llama3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-save(
-    "llama3",
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **SMALL,
-            num_key_value_heads=2,
-            head_dim=12,
-            rms_norm_eps=1e-3,
-            attention_bias=True,
-            mlp_bias=True,
-            rope_parameters={**llama3, "original_max_position_embeddings": 64},
-        )
-    ),
-)
-save(
-    "qwen2",
-    transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True, use_sliding_window=False)
-    ),
-)
-save("neox", transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, rotary_pct=0.5)))
+    print(f"{file.name}: transformers {transformers.__version__}, torch {torch.__version__}")

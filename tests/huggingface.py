@@ -18,23 +18,14 @@ from diffeqformer.transformer import abstract_model, select
 from helpers import drawn, normal, save_params, toy_config
 
 DATA = pathlib.Path(__file__).parent / "data"
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-}
+SMALL = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16
+)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 16},
-    "llama": {
-        **SMALL,
-        "architectures": ["LlamaForCausalLM"],
-        "intermediate_size": 64,
-        "num_hidden_layers": 6,
-        "rms_norm_eps": 1e-5,
-    },
+    "llama": SMALL
+    | {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64, "num_hidden_layers": 6, "rms_norm_eps": 1e-5},
     "llama3": {
         **SMALL,
         "architectures": ["LlamaForCausalLM"],

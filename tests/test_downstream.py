@@ -186,23 +186,6 @@ def test_impossible_generation_is_found_before_any_work(runs, tmp_path, local_ta
             downstream.run_all(options(runs, include=str(folder), output=str(tmp_path / "out")))
 
 
-def test_what_is_done_outlives_an_error_in_a_later_task(runs, tmp_path, local_tasks, monkeypatch):
-    run_harness = downstream.run_harness
-
-    def run_or_fail(model, tasks, limit):
-        if "pages" in tasks["tasks"]:
-            raise UserError("no more")
-        return run_harness(model, tasks, limit)
-
-    monkeypatch.setattr(downstream, "run_harness", run_or_fail)
-    with pytest.raises(UserError, match="^no more$"):
-        downstream.run_all(options(runs, tasks=["last_word", "pages"], output=str(tmp_path / "out"), limit=3))
-    [run] = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    [scored] = json.loads((tmp_path / "out" / "documents.json").read_text())
-    assert list(run["tasks"]) == ["last_word"] and len(scored["documents"]["last_word"]) == 3
-    assert "| last_word |" in (tmp_path / "out" / "results.md").read_text()
-
-
 def test_lm_eval_makes_the_model_from_its_name_and_arguments(runs, local_tasks):
     manager = TaskManager(include_path="tests/data/tasks", include_defaults=False)
     how = dict(tasks=["sums"], batch_size="4", device="cuda:0", bootstrap_iters=0, task_manager=manager)

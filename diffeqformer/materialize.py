@@ -6,26 +6,21 @@ The hypernetwork and the optimizer's state are left out. The result is as small 
 command that takes a run also takes it.
 """
 
-import contextlib
 import dataclasses
-import tempfile
-from collections.abc import Iterator
 
-import numpy as np
 from absl import flags, logging
 from etils import epath
-from flax import traverse_util
 
-from diffeqformer.checkpoints import checkpoint, checksums
-from diffeqformer.checkpoints.finite import not_finite
-from diffeqformer.checkpoints.folder import REPLACED, Step, begin_save, new_checkpoints, once_more, size_on_disk
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.finite import check_parameters
+from diffeqformer.checkpoints.folder import REPLACED, Step, new_checkpoints, once_more, size_on_disk
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_link
 from diffeqformer.console.terminal import show_progress
-from diffeqformer.errors import UserError, reason_of
+from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import MODELS, Path
+from diffeqformer.transformer import MODELS
 
 
 def materialize(
@@ -66,55 +61,13 @@ def materialize(
         materialized_from={"workdir": str(workdir), "step": step, "model": trained},
         time_spent=None,
     )
-    arrays = discretized_arrays(config, stored, num_steps, dtype, show_progress("weights", "layers"))
     with new_checkpoints(epath.Path(output), "--output"):
-        checked, bad = show_progress("checksums", "arrays"), []
-        for done, array in enumerate(stored.values(), 1):  # in a pass of its own: each layer reads a part of it
-            if not all([np.isfinite(block).all() for block in array.checked_blocks()]):
-                bad.append(array.name)
-            checked(done, len(stored))
-        if bad:  # after all checksums: damage may look like it
-            raise not_finite(f"{workdir}, checkpoint {step}", bad[0])
-        save_one_by_one(epath.Path(output), step, arrays, about)
+        params = discretized_arrays(config, stored, num_steps, dtype, show_progress("weights", "layers"))
+        check_parameters(params, f"{workdir}, checkpoint {step}")
+        with checkpoint.open_to_write(output, 1) as checkpoints:
+            checkpoint.save(checkpoints, step, {"params": params}, about)
+            checkpoint.check(checkpoints, wait=True)
     return epath.Path(output)
-
-
-def save_one_by_one(
-    workdir: epath.PathLike, step: int, arrays: Iterator[tuple[Path, np.ndarray]], about: checkpoint.About
-) -> None:
-    """Save parameters as the only checkpoint of a folder. Each is made after the one before it is on disk.
-
-    They are written twice: as they are made, to files that are then mapped into memory, and as Orbax stores them.
-    """
-    made, found = {}, {}
-    with checkpoint.open_to_write(workdir, 1) as checkpoints, checkpoint.written(checkpoints):
-        beside = None if "://" in str(workdir) else checkpoints.directory
-        with tempfile.TemporaryDirectory(prefix="parts-", dir=beside) as parts:
-            for path, array in arrays:
-                found[checksums.name_of_parameter(path)] = checksums.of_array(array)
-                made[path] = mapped(f"{parts}/{'.'.join(path)}", array)
-            about = dataclasses.replace(about, checksums=found)
-            try:
-                begin_save(checkpoints, step, {"params": traverse_util.unflatten_dict(made), "about": about.to_json()})
-                checkpoints.wait()
-            except BaseException:  # an interrupt, too: nothing may go on writing when the folder is removed
-                with contextlib.suppress(Exception):
-                    checkpoints.wait()
-                raise
-
-
-def mapped(path: str, array: np.ndarray) -> np.ndarray:
-    """An array as a new file that is mapped into memory."""
-    try:
-        with open(path, "wb") as file:
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        return np.asarray(np.memmap(path, array.dtype, "r", shape=array.shape))
-    except OSError as error:
-        folder = path.rpartition("/")[0]
-        raise UserError(
-            f"{folder}: the arrays can't be kept here until they are saved: {reason_of(error)}; make room, or, if the "
-            "output is on gs://, set TMPDIR to another folder"
-        ) from error
 
 
 def main() -> None:

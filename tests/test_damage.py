@@ -228,10 +228,8 @@ def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(t
             checkpoint.load(folder)
     with pytest.raises(UserError, match="NaN, checkpoint 1: all parameters must be finite numbers"):
         materialize(tmp_path / "NaN", output=tmp_path / "other")
-    hurt_arrays(tmp_path / "NaN" / "checkpoints" / "1")
-    for run in ("run", "NaN"):
-        with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
-            materialize(tmp_path / run, output=tmp_path / "other")
+    with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
+        materialize(tmp_path / "run", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

@@ -134,7 +134,7 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
     save_params(tmp_path, toy_config(), {1: {"array": stored}})
     [array] = checkpoint.open_arrays(*checkpoint.open_to_read(tmp_path)[:2], None).values()
-    assert (array.shape, array.nbytes) == (stored.shape, stored.nbytes)
+    assert array.shape == stored.shape
     for bytes_at_once in (1, 4 * 40, 10**6):
         blocks, again = array.blocks(bytes_at_once), np.zeros_like(stored)
         for block in blocks:

@@ -174,9 +174,9 @@ def open_arrays(
         recorded: `About.checksums`, with which those are compared that are read as a whole.
     """
     reading = functools.partial(readable, folder, step, remedy)
-    saved = saved_arrays(folder, step, remedy)
+    names = {path: "/".join(("params", *path)) for path in saved_arrays(folder, step, remedy)}
     with reading():
-        return stored_arrays.open_arrays(folder / str(step) / "params", saved, reading, recorded)
+        return stored_arrays.open_arrays(folder / str(step) / "params", names, reading, recorded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,9 +318,9 @@ def damage_of(folder: epath.Path, step: int) -> Damaged | None:
         with reading():  # Orbax's own way would wait for other processes
             recorded = About.from_json(read_json(folder, step)).checksums
             arrays = open_arrays(folder, step, recorded)
-            rest = [tuple(name.split("/")) for name in checksums.named(saved_tree(folder, step, "optimizer"))]
-            where = folder / str(step) / "optimizer"
-            for array in (arrays | stored_arrays.open_arrays(where, rest, reading, recorded, "/".join)).values():
+            rest = {tuple(name.split("/")): name for name in checksums.named(saved_tree(folder, step, "optimizer"))}
+            arrays |= stored_arrays.open_arrays(folder / str(step) / "optimizer", rest, reading, recorded)
+            for array in arrays.values():
                 collections.deque(array.checked_blocks(), maxlen=0)
     except Damaged as found:
         return found

@@ -112,11 +112,6 @@ def of_array(array: np.ndarray) -> str:
     return as_text(_sums_of(array))
 
 
-def name_of_parameter(path: tuple[str, ...]) -> str:
-    """The name that `of_tree` gives a parameter of a state."""
-    return "/".join(("params", *path))
-
-
 class Differs(ValueError):
     """An array isn't what was saved. Of a copy that each process has, only the one that read it wrong finds this."""
 

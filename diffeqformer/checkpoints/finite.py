@@ -35,12 +35,7 @@ def check_parameters(params: dict, checkpoint: str) -> None:
     """Check parameters in one pass; raises a UserError for the first array that isn't finite."""
     for name, finite in named(jax.device_get(_all_finite(params))).items():
         if not finite:
-            raise not_finite(checkpoint, name)
-
-
-def not_finite(checkpoint: str, name: str) -> UserError:
-    """The error for an array of a checkpoint that isn't finite."""
-    return UserError(
-        f"{checkpoint}: all parameters must be finite numbers, but {name} has others; choose an earlier checkpoint, or "
-        "train again (python -m diffeqformer.inspect shows more)"
-    )
+            raise UserError(
+                f"{checkpoint}: all parameters must be finite numbers, but {name} has others; choose an earlier "
+                "checkpoint, or train again (python -m diffeqformer.inspect shows more)"
+            )

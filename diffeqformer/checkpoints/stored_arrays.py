@@ -7,7 +7,7 @@ chunk is read and decompressed as a whole. So blocks consist of whole chunks.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -45,10 +45,6 @@ class StoredArray:
     def dtype(self) -> np.dtype:
         return self.store.dtype.numpy_dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.store.size * self.dtype.itemsize
-
     def __getitem__(self, index) -> np.ndarray:
         largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape or ()))
         needed = largest * self.dtype.itemsize
@@ -56,6 +52,12 @@ class StoredArray:
         memory.check_enough(part, needed, memory.free_on_host(), remedy)
         with self.reading():
             return self.store[index].read().result()
+
+    def whole(self) -> np.ndarray:
+        """All of it, after a comparison with its checksum."""
+        array = self[...]
+        self._compare(checksums.of_array(array))
+        return array
 
     def checked_blocks(self) -> Iterator[np.ndarray]:
         """All blocks, one after another. At the end, the checksum of all of them is compared with the saved one."""
@@ -65,10 +67,12 @@ class StoredArray:
             if self.checksum is not None:
                 total += checksums.sums_of_block(block, tuple(part.start for part in index), self.shape)
             yield block
-        if self.checksum is not None:
-            with self.reading():
-                if checksums.as_text(total) != self.checksum:
-                    raise checksums.Differs(self.name)
+        self._compare(checksums.as_text(total))
+
+    def _compare(self, found: str) -> None:
+        with self.reading():
+            if self.checksum is not None and found != self.checksum:
+                raise checksums.Differs(self.name)
 
     def blocks(self, bytes_at_once: int) -> list[tuple[slice, ...]]:
         """The indices of blocks that make up the array. Too many are refused (by `reading`).
@@ -92,13 +96,11 @@ class StoredArray:
 
 def open_arrays(
     folder: epath.Path,
-    paths: Iterable[Path],
+    names: dict[Path, str],
     reading: Callable[[], AbstractContextManager],
     recorded: dict[str, str] | None,
-    name: Callable[[Path], str] = checksums.name_of_parameter,
 ) -> dict[Path, StoredArray]:
-    """Open the arrays of a checkpoint, by default its parameters. Only their metadata is read."""
-    names = {path: name(path) for path in paths}
+    """Open the arrays of a checkpoint, given their names in `recorded`. Only their metadata is read."""
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
     with reading():
         opening = {path: ts.open(_spec(folder, ".".join(path)), context=context) for path in names}

@@ -1,7 +1,7 @@
 """A model's weights at the times of one grid, as a model without a hypernetwork."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -74,33 +74,24 @@ def discretized_arrays(
     num_steps: int,
     dtype: str,
     progress: Callable[[int, int], None],
-) -> Iterator[tuple[Path, np.ndarray]]:
-    """The parameters of `discretize` with their paths, from arrays on disk.
-
-    In memory are, at a time, what one layer is made from and its weights at all times.
-    """
+) -> dict:
+    """The parameters of `discretize`, from arrays on disk. Beside them, memory holds what one layer is made from."""
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
     how = {"ends": tuple(model.grid(num_steps).ends), "solver": solver, "dtype": jnp.dtype(dtype)}
-    return _arrays(model, stored, traverse_util.flatten_dict(shapes), how, progress)
-
-
-def _arrays(model: Transformer, stored, leaves, how, progress) -> Iterator[tuple[Path, np.ndarray]]:
-    for path, leaf in leaves.items():
+    names, made = list(model.field.layers()), {}
+    for path, leaf in traverse_util.flatten_dict(shapes).items():
         if path[0] != "depth":
-            yield path, np.asarray(jnp.asarray(stored[path][...]).astype(leaf.dtype))
-    names = list(model.field.layers())
+            made[path] = stored[path].whole().astype(leaf.dtype)
     for done, name in enumerate(names, 1):
         depth = nnx.merge(*nnx.split(model.depth))
         depth.layers = nnx.Dict(layer=depth.layers[name])  # equal layers have equal structures, which compile once
         graph, params = split_model(depth)
         read = {
-            path: stored["depth", *(name if key == "layer" else key for key in path)][...]
+            path: stored["depth", *(name if key == "layer" else key for key in path)].whole()
             for path in traverse_util.flatten_dict(params)
         }
         weights = jax.device_get(stored_layers(graph, traverse_util.unflatten_dict(read), **how)["layer"])
-        del read  # not kept while the weights are taken
+        made |= {("depth", "layers", name, leaf): array for leaf, array in weights.items()}
         progress(done, len(names))
-        while weights:
-            leaf, array = weights.popitem()
-            yield ("depth", "layers", name, leaf), array
+    return traverse_util.unflatten_dict(made)

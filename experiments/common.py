@@ -230,7 +230,8 @@ def articles_of_wikitext(
     if path is None or not pathlib.Path(path).is_file():
         sys.exit(f"--wikitext: must be WikiText-103's file wiki.valid.tokens, but there is no file {path}")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = list(articles(pathlib.Path(path).read_text(encoding="utf-8")))
+    with open(path, encoding="utf-8") as file:
+        parts = list(articles(file))
     options = [f"--config.data.task={name}"]
     for split, chosen in (("train", train), ("validation", validation)):
         write_text(folder / f"{name}-{split}.txt", "".join(parts[chosen]))

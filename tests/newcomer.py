@@ -2,11 +2,13 @@
 
 import hashlib
 import importlib.util
+import io
 import os
 import pathlib
 import random
 
 from diffeqformer.data.tokenizers import GPT2_FILES, GPT2_URL
+from diffeqformer.data.wikitext import articles
 from hub import CONVERTED, Hub, parquet
 
 SMALL_MODEL = [
@@ -41,6 +43,12 @@ PAGES = [page(number) for number in range(2500)]
 ARTICLES = {"train": range(20), "validation": range(20, 24), "test": range(24, 28)}
 DETOKENIZED = {split: [page(number, 300) for number in numbers] for split, numbers in ARTICLES.items()}
 RAW = {split: [row for number in numbers for row in article(number)] for split, numbers in ARTICLES.items()}
+RAW_TEXT = {split: "".join(row or "\n" for row in rows) for split, rows in RAW.items()}
+
+
+def raw_articles(split: str) -> list[str]:
+    """The documents of a split of WikiText as published."""
+    return list(articles(io.StringIO(RAW_TEXT[split], newline="\n")))
 
 
 def fill(hub: Hub) -> None:

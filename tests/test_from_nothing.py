@@ -14,11 +14,21 @@ import pytest
 
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import GPT2Tokenizer
-from diffeqformer.data.wikitext import articles
 from flags import FAST_COMPILATION
 from helpers import ROOT
 from hub import Hub
-from newcomer import DETOKENIZED, LOGIQA, PAGES, RAW, SMALL_MODEL, SMALL_RUN, environment, fill, gpt2_files
+from newcomer import (
+    DETOKENIZED,
+    LOGIQA,
+    PAGES,
+    RAW,
+    SMALL_MODEL,
+    SMALL_RUN,
+    environment,
+    fill,
+    gpt2_files,
+    raw_articles,
+)
 from runs import command
 
 TFDS = {"TFDS_DATA_DIR": "tfds"}
@@ -96,8 +106,7 @@ def test_a_store_of_wikitext_from_nothing(task, tmp_path):
     fill(hub)
     said = typed(tmp_path, hub.address, "prepare", "--config=wikitext103_small", f"--config.data.task={task}")
     assert f"Preparing {task} into token_stores/{task}-gpt2" in said
-    raw = {split: list(articles("".join(row or "\n" for row in rows))) for split, rows in RAW.items()}
-    check_store(tmp_path, task, DETOKENIZED if task == "wikitext103" else raw)
+    check_store(tmp_path, task, DETOKENIZED if task == "wikitext103" else {split: raw_articles(split) for split in RAW})
 
 
 @pytest.mark.long

@@ -19,11 +19,10 @@ import pytest
 from diffeqformer.data import hub as downloads
 from diffeqformer.data import texts
 from diffeqformer.data.texts import HubTexts, open_corpus
-from diffeqformer.data.wikitext import articles
 from diffeqformer.errors import UserError
 from helpers import ROOT
 from hub import CONVERTED, Hub, parquet
-from newcomer import DETOKENIZED, PAGES, RAW, fill
+from newcomer import DETOKENIZED, PAGES, RAW, RAW_TEXT, fill, raw_articles
 
 WIKITEXT, OPENWEBTEXT = "Salesforce/wikitext", "Skylion007/openwebtext"
 LAST = "plain_text/train/0001.parquet"  # of OpenWebText's files
@@ -100,14 +99,13 @@ def test_openwebtext_is_a_shard_for_each_file_without_the_rows_of_validation(tmp
 
 def test_an_article_of_raw_wikitext_may_go_on_in_the_next_file(tmp_path, nowhere):
     """So a split is one shard. WikiText's own files, detokenized, are a shard each."""
-    text = {split: "".join(row or "\n" for row in rows) for split, rows in RAW.items()}
     half = len(RAW["train"]) // 2 + 3
     files = {f"{split}__parquet": parquet(rows) for split, rows in RAW.items() if split != "train"}
     files |= {"train-0__parquet": parquet(RAW["train"][:half]), "train-1__parquet": parquet(RAW["train"][half:])}
     by_hand(tmp_path, "wikitext103/raw", **files)
     raw = fetched("wikitext103_raw", tmp_path)
-    assert list(raw.documents("train")) == list(articles(text["train"])) and raw.shards("train") == 1
-    own = {f"wiki__{split[:5]}__tokens": content.encode() for split, content in text.items()}
+    assert list(raw.documents("train")) == raw_articles("train") and raw.shards("train") == 1
+    own = {f"wiki__{split[:5]}__tokens": text.encode() for split, text in RAW_TEXT.items()}
     by_hand(tmp_path, "wikitext103/detokenized", **own, train2__jsonl=b'{"text": "As it @-@ is"}')
     prose = fetched("wikitext103", tmp_path)
     assert [len(list(prose.documents("train", i, 2))) for i in (0, 1)] == [1, 20] and prose.shards("train") == 2
@@ -137,7 +135,7 @@ def test_by_default_the_folder_is_that_of_tfds(tmp_path, monkeypatch, nowhere):
 def test_wikitext_from_the_repository(hub, tmp_path):
     hub.repositories[WIKITEXT]["main"]["wikitext-2-raw-v1/train-0.parquet"] = b""
     raw = fetched("wikitext103_raw", tmp_path)
-    assert list(raw.documents("test")) == list(articles("".join(row or "\n" for row in RAW["test"])))
+    assert list(raw.documents("test")) == raw_articles("test")
     assert list(fetched("wikitext103", tmp_path).documents("test")) == DETOKENIZED["test"]
     hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
     with pytest.raises(UserError, match="test-.*parquet: has the SHA-256 .* but the hub states 0000"):

@@ -13,7 +13,7 @@ import os
 import pathlib
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from diffeqformer.data.files import PLAIN, Layout, count_texts, kind, read_lines
 from diffeqformer.data.quiet import import_tensorflow
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.data.wikitext import articles, articles_of_lines, detokenize
+from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError, reachable
 
 VALIDATION_PART = 50  # one in this many files of the standard library
@@ -35,11 +35,15 @@ class FileTexts:
 
     splits: the names of the splits.
     origin: a description for readers; written into the token store.
+    cut: what makes documents of the lines of a plain-text file; None: a separator of the layout cuts it, if any.
+    layout: how documents lie in the files.
     found: JSON that says what `fetch` has found, the "files" of each split. Another process can take it from here.
     """
 
     splits: Sequence[str] = ("train", "validation")
     origin: str
+    cut: Callable[[Iterable[str]], Iterable[str]] | None = None
+    layout = Layout()
     found = None
 
     def fetch(self) -> None:
@@ -59,19 +63,24 @@ class FileTexts:
         return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
 
     def texts(self, path: str) -> Iterable[str]:
-        """The documents of a file, by default its rows."""
-        return read_texts(path)
+        """The documents of a file."""
+        return self.cut(read_lines(path)) if self.cut and kind(path) == PLAIN else read_texts(path, self.layout)
 
 
-CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext103_raw": articles}
-"""What splits a local text file that replaces a corpus into documents; other corpora leave it whole."""
+def prose(lines: Iterable[str]) -> Iterator[str]:
+    """The articles of a WikiText file, detokenized."""
+    return map(detokenize, articles(lines))
+
+
+CUTS = {"wikitext103": prose, "wikitext103_raw": articles}
+"""What makes documents of the lines of a local text file that replaces a corpus."""
 
 
 class LocalTexts(FileTexts):
     """Documents in local files: plain text, JSON lines or Parquet.
 
     Args:
-        corpus: the one that they replace, by which plain text, or its parts between separators, is cut (`CUTS`).
+        corpus: the one that they replace, by which plain text is cut (`CUTS`).
     """
 
     def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
@@ -84,10 +93,6 @@ class LocalTexts(FileTexts):
         folders, plain = {str(pathlib.Path(path).parent) for path in paths}, PLAIN in map(kind, paths)
         whole = plain and not (self.cut or self.layout.separator)
         return f"local files in {', '.join(sorted(folders))}" + ", each plain text as one document" * whole
-
-    def texts(self, path: str) -> Iterator[str]:
-        texts = read_texts(path, self.layout)
-        return itertools.chain.from_iterable(map(self.cut, texts)) if self.cut and kind(path) == PLAIN else texts
 
 
 class StandardLibrary(FileTexts):
@@ -173,13 +178,8 @@ class HubTexts(FileTexts):
 class DetokenizedWikitext(HubTexts):
     """WikiText-103 as prose. The hub's rows are used unchanged. Whether each is one article couldn't be checked."""
 
-    name, dataset = "wikitext103/detokenized", "dlwh/wikitext_103_detokenized"
+    name, dataset, cut = "wikitext103/detokenized", "dlwh/wikitext_103_detokenized", staticmethod(prose)
     origin = "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir"
-
-    def texts(self, path: str) -> Iterable[str]:
-        if kind(path) == PLAIN:
-            return map(detokenize, articles_of_lines(read_lines(path)))
-        return super().texts(path)
 
 
 class RawWikitext(HubTexts):
@@ -192,7 +192,7 @@ class RawWikitext(HubTexts):
         return [self.found["files"][split]]
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        return articles_of_lines(itertools.chain.from_iterable(map(self.lines, self.found["files"][split])))
+        return articles(itertools.chain.from_iterable(map(self.lines, self.found["files"][split])))
 
     def lines(self, path: str) -> Iterator[str]:
         """The lines of a file, each with a line feed. On the hub a row is a line; blank rows have no line feed."""

@@ -257,7 +257,7 @@ CONFIG_FIELDS = [
     ConfigField("data.task", "openwebtext", TASK_NAME,
         "a corpus in diffeqformer.data.texts.CORPORA or data.module; or a name for files"),
     ConfigField("data.module", "", None,
-        "your own Python module that calls diffeqformer.data.corpora.add_corpus", change="host"),
+        "your own Python module that calls diffeqformer.data.tasks.add_corpus", change="host"),
     ConfigField("data.train_files", "", LOCAL,
         "Local files to use instead of a corpus: comma-separated names or patterns of text, .jsonl or .parquet files.",
         change="host"),

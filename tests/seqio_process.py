@@ -10,7 +10,7 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from diffeqformer.data import corpora, tasks, texts
+from diffeqformer.data import tasks, texts
 from diffeqformer.data.perplexities import WITHHELD, text_results, window_results
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
 from diffeqformer.errors import UserError
@@ -71,7 +71,7 @@ def evaluated(name: str, **how) -> dict[str, float]:
 
 
 def test_every_corpus_is_registered_and_nothing_is_read_before_a_task_is_used():
-    assert tuple(corpora.CORPORA) == tuple(texts.CORPORA)
+    assert tuple(tasks.CORPORA) == tuple(texts.CORPORA)
     for name in ("python_stdlib_bytes", "wikitext103_gpt2", "wikitext103_raw_gpt2", "openwebtext_gpt2"):
         task = seqio.get_mixture_or_task(name)
         assert {"train", "validation"} <= set(task.splits) and task.source.texts.found is None
@@ -190,7 +190,7 @@ def test_a_tokenizer_is_a_vocabulary():
 
 def test_a_corpus_without_text_or_name_is_said():
     with pytest.raises(UserError, match="^the task must be one of python_stdlib, .* but it is 'pile'"):
-        corpora.SourceTexts("pile")
+        tasks.SourceTexts("pile")
     with pytest.raises(UserError, match="^config.data.task: the examples .* have a 'text', but they have content$"):
         tasks.rekey(tf.data.Dataset.from_tensors({"content": "a"}))
 

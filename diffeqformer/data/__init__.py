@@ -1,5 +1,5 @@
 """Data: corpus -> token store -> `batch(step)`.
 
-`corpora` and `tasks` import TensorFlow; so does the preparation of a corpus that a module of the user's adds. Training
+`tasks` imports TensorFlow; so does the preparation of a corpus that a module of the user's adds. Training
 doesn't: it leaves preparation to the processes of `worker`.
 """

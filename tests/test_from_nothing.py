@@ -125,7 +125,7 @@ MY_CORPUS = """
 import seqio
 import tensorflow_datasets as tfds
 
-from diffeqformer.data.corpora import add_corpus
+from diffeqformer.data.tasks import add_corpus
 
 
 class MyCorpus(tfds.core.GeneratorBasedBuilder):

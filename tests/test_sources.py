@@ -119,7 +119,7 @@ def test_missing_manual_files_are_refused(tmp_path, nowhere):
     (folder / "train.txt").write_text("\n")
     for corpus, sentence in (
         ("wikitext103_raw", r"raw: no file of split 'validation'; put one there \(validation.parquet, ...\)"),
-        ("openwebtext", "openwebtext: the folder is empty; put the files there, or remove it to download them"),
+        ("openwebtext", "openwebtext: no file of split 'train'; put one there .* or remove the folder to download all"),
     ):
         with pytest.raises(UserError, match=sentence):
             fetched(corpus, tmp_path)

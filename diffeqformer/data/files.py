@@ -78,16 +78,8 @@ def read_texts(path: str | os.PathLike, layout: Layout = Layout()) -> Iterator[s
         for number, line in enumerate(read_lines(path), start=1):
             yield _json_text(path, layout.field, number, line) if line.strip() else ""
     else:
-        for text in _pieces(path, layout.separator):
+        for text in read_lines(path, layout.separator):
             yield text.removesuffix(layout.separator)
-
-
-def read_lines(path: str | os.PathLike) -> Iterator[str]:
-    """The lines of a plain or JSON-lines file, with their line feeds, as `read_texts` reads them.
-
-    Only a line feed ends a line.
-    """
-    return _pieces(path, "\n")
 
 
 def read_text(option: str, path: str | os.PathLike) -> str:
@@ -105,8 +97,8 @@ def read_text(option: str, path: str | os.PathLike) -> str:
     return text.replace("\r\n", "\n").removesuffix("\n")
 
 
-def _pieces(path: str | os.PathLike, end: str) -> Iterator[str]:
-    """The pieces of a file that `end` ends, or the end of the file; all of it as one if `end` is empty."""
+def read_lines(path: str | os.PathLike, end: str = "\n") -> Iterator[str]:
+    """The lines of a plain or JSON-lines file, with what ends them; all of it as one if `end` is empty."""
     mark, start, rest = end.encode("utf-8"), 0, bytearray()
     for block in _blocks(path):
         seen = max(0, len(rest) - len(mark) + 1)  # in what was there before, no more than a part of a mark can be

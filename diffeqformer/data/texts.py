@@ -1,6 +1,6 @@
 """Documents: those of local files, of Python's standard library, and of the hub's corpora, without TensorFlow.
 
-Token stores and scores read them from here, and so do SeqIO's tasks (`diffeqformer.data.corpora`). The hub's files lie
+Token stores and scores read them from here, and so do SeqIO's tasks (`diffeqformer.data.tasks`). The hub's files lie
 in the folders that TFDS would use.
 """
 
@@ -153,26 +153,28 @@ class HubTexts(FileTexts):
         folder = downloads / "manual" / self.name
         with reachable("TFDS_DATA_DIR", downloads):
             if folder.is_dir():
-                paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-                print(f"{self.name}: reading {len(paths)} files of {folder}")
-                found = self.parted(folder, paths)
+                print(f"{self.name}: reading the files of {folder}")
+                found = self.parted(folder)
             else:
                 from diffeqformer.data.hub import download
 
                 found = download(downloads, self.dataset, self.config, self.on_hub)
         self.found = {"files": {split: list(map(str, paths)) for split, paths in found.items()}}
 
-    def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
-        """The files of manual_dir by split, by the beginnings of their names."""
-        found = {}
-        for split in self.on_hub:  # `valid` is short for validation
-            found[split] = [path for path in paths if path.name.removeprefix("wiki.").startswith(split[:5])]
-            if not found[split]:
-                raise UserError(
-                    f"{folder}: no file of split '{split}'; put one there ({split}.parquet, ...), or remove the folder "
-                    "to download all"
-                )
+    def parted(self, folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
+        """The files of manual_dir by split."""
+        paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+        found = {split: [path for path in paths if self.belongs(path, split)] for split in self.on_hub}
+        if missing := [split for split, files in found.items() if not files]:
+            raise UserError(
+                f"{folder}: no file of split '{missing[0]}'; put one there ({missing[0]}.parquet, ...), or remove the "
+                "folder to download all"
+            )
         return found
+
+    def belongs(self, path: pathlib.Path, split: str) -> bool:
+        """Whether a file of manual_dir is of a split, by the beginning of its name; `valid` is short for validation."""
+        return path.name.removeprefix("wiki.").startswith(split[:5])
 
 
 class DetokenizedWikitext(HubTexts):
@@ -237,14 +239,9 @@ class OpenWebText(HubTexts):
                 " so the validation split isn't the published one"
             )
 
-    def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
-        """All files are of the split that the hub has. Whatever else lies in the folder would be taken for text."""
-        for path in paths:
-            if kind(path) == PLAIN:
-                raise UserError(f"{path}: OpenWebText is read from .parquet and .jsonl files; move this one away")
-        if not paths:
-            raise UserError(f"{folder}: the folder is empty; put the files there, or remove it to download them")
-        return {"train": paths}
+    def belongs(self, path: pathlib.Path, split: str) -> bool:
+        """All .parquet and .jsonl files are of the split that the hub has."""
+        return kind(path) != PLAIN
 
     def groups(self, split: str) -> list[Sequence[str]]:
         return super().groups(split) if split == "train" else [self.found["files"]["train"]]
@@ -267,7 +264,7 @@ CORPORA: dict[str, type[FileTexts]] = {
     "wikitext103_raw": RawWikitext,
     "openwebtext": OpenWebText,
 }
-"""The corpora of this package. A module of the user's can add others by `diffeqformer.data.corpora.add_corpus`."""
+"""The corpora of this package. A module of the user's can add others by `diffeqformer.data.tasks.add_corpus`."""
 
 
 def open_corpus(
@@ -280,7 +277,7 @@ def open_corpus(
     """The documents of a corpus, or of the local files of each split that replace it.
 
     Returns:
-        a `FileTexts`, or with a module the like of it (`diffeqformer.data.corpora.SourceTexts`).
+        a `FileTexts`, or with a module the like of it (`diffeqformer.data.tasks.SourceTexts`).
 
     Args:
         module: one that adds corpora, which SeqIO then reads; the option named it.
@@ -289,10 +286,10 @@ def open_corpus(
         return LocalTexts(files, corpus, layout)
     if module:
         import_tensorflow(f"{option}: {module}")
-        from diffeqformer.data import corpora
+        from diffeqformer.data import tasks
 
-        corpora.configure(module, option)
-        return corpora.SourceTexts(corpus)
+        tasks.configure(module, option)
+        return tasks.SourceTexts(corpus)
     if corpus not in CORPORA:
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
     return CORPORA[corpus]()

@@ -110,15 +110,6 @@ def test_shards_part_the_documents(shuffle, count):
     assert min(map(len, parts)) > 70 and sorted(ids for part in parts for ids in part) == whole
 
 
-def test_shuffling_mixes_files():
-    """The first documents come from both files, and the first of all from either."""
-    task = seqio.get_mixture_or_task("openwebtext_gpt2")
-    place = {tuple(ids): number for number, ids in enumerate(ids_of(task.get_dataset(shuffle=False)))}
-    first = [ids_of(task.get_dataset(shuffle_buffer_size=1, seed=seed).take(100)) for seed in range(8)]
-    second_file = [[place[tuple(ids)] >= len(place) // 2 for ids in documents] for documents in first]
-    assert set(second_file[0]) == {part[0] for part in second_file} == {True, False}
-
-
 def test_every_id_but_the_first_has_weight_by_its_place():
     """Also id 0, GPT-2's "!", which SeqIO's own converter takes for padding."""
     [first] = seqio.get_dataset("wikitext103_gpt2", WINDOW, tasks.CONVERTER).take(1).as_numpy_iterator()

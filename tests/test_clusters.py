@@ -109,7 +109,7 @@ def test_pods_go_on_together_after_a_preemption_and_after_a_lost_host(tmp_path, 
     options = [*TINY, "--config.steps=60", f"--config.data.dir={short_stores}", "--workdir=gs://bucket/run"]
     asked = printed("--gpu=h100:1", "--nodes=2", "--image=image", "--", *options)
     [(output, _), _] = finish(start_pods(asked, tmp_path, "initContainers"))
-    assert "clocks of processes" in output and output.endswith("Nothing is wrong\n")
+    assert "versions of processes" in output and output.endswith("Nothing is wrong\n")
     for step, event, status in ((1, signal.SIGTERM, 143), (22, signal.SIGKILL, 1)):
         running = start_pods(asked, tmp_path)
         for line in running[0].stdout:

@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import RepoFile
 from diffeqformer.console.results import write_whole
 from diffeqformer.data.seals import from_json
 from diffeqformer.data.store import sha256
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, reason_of
 
 CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the hub's own conversion
 
@@ -33,11 +33,8 @@ def asking_hub(
             raise
         asked = error.__cause__ or error  # the request that failed, if that made a file missing
         status = getattr(getattr(asked, "response", None), "status_code", None)
-        reason = (str(error).strip().splitlines() or [""])[0]
-        found = (
-            f"the hub answered {status}" if status else f"the hub can't be reached, {type(asked).__name__}: {reason}"
-        )
-        raise UserError(f"{what}: {found}; {remedy}") from None
+        absent = f"the hub can't be reached, {type(asked).__name__}: {reason_of(error)}"
+        raise UserError(f"{what}: {f'the hub answered {status}' if status else absent}; {remedy}") from None
 
 
 def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[str, dict[str, list[RepoFile]]]:
@@ -46,6 +43,7 @@ def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[
     The repository's own files are preferred to the hub's conversion, which is a branch of the same repository. `config`
     is a folder of the repository, which is also the conversion's configuration; None if there is only one.
     """
+    commit, found = "", {split: [] for split in splits}
     for branch in ("main", CONVERTED):
         try:
             with asking_hub(dataset):
@@ -53,7 +51,6 @@ def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[
                 tree = list(HfApi().list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
         except RevisionNotFoundError:
             continue
-        found = {split: [] for split in splits}
         for file in sorted((entry for entry in tree if isinstance(entry, RepoFile)), key=lambda file: file.path):
             path = pathlib.PurePosixPath(file.path)
             if path.suffix == ".parquet" and config in (None, *path.parts[:-1]):
@@ -61,24 +58,15 @@ def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[
                     if path.name.startswith(split) or path.parent.name in (split, f"partial-{split}"):
                         found[split].append(file)
         if any(found.values()):
-            _check_whole(dataset, found)
-            return commit, found
-    raise UserError(f"{dataset}: the hub has no Parquet files of it; put its files into manual_dir (docs/data.md)")
-
-
-def _check_whole(dataset: str, found: dict[str, list[RepoFile]]) -> None:
-    """Check that each split is there, as a whole, and once."""
-    for split, entries in found.items():
-        folders = {file.path.rpartition("/")[0] for file in entries}
-        if not entries:
-            problem = f"the hub has no Parquet files of split '{split}'; put them"
-        elif any(folder.endswith(f"partial-{split}") for folder in folders):
-            problem = f"the hub has converted only a part of split '{split}'; put all"
-        elif len(folders) > 1:
-            problem = f"split '{split}' is in several folders of the hub, {sorted(folders)}; put the right one"
-        else:
-            continue
-        raise UserError(f"{dataset}: {problem} into manual_dir (docs/data.md)")
+            break
+    for split, files in found.items():
+        folders = {file.path.rpartition("/")[0] for file in files}
+        if len(folders) != 1 or any(folder.endswith(f"partial-{split}") for folder in folders):
+            raise UserError(
+                f"{dataset}: the hub must have split '{split}' as Parquet files in one folder, and as a whole, but it "
+                f"is in {sorted(folders)}; put its files into manual_dir (docs/data.md)"
+            )
+    return commit, found
 
 
 def _downloaded(record: pathlib.Path, splits: Sequence[str]) -> dict[str, dict[str, str]] | None:

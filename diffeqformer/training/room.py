@@ -5,7 +5,6 @@ a program whose allocation failed, and Linux kills a process that uses more memo
 """
 
 import math
-import os
 
 import jax
 from ml_collections import ConfigDict
@@ -42,7 +41,7 @@ def check_memory(program: Program, will_train: bool) -> None:
     tokens, _ = program.batch_to_evaluate()
     for depth in largest_depths(config.model, chunk_lengths(config.model)):
         lowered = program.train_step.lower(state, tokens, depth, *program.teacher_shapes)
-        check_program(program, "train step", "config.batch_size: a train step needs {}", lowered, free)
+        check_program("config.batch_size: a train step needs {}", lowered, free)
     free -= size_of((state["optimizer"], teacher))  # which no program of a validation takes
     own, chunk = config.model.num_steps, config.model.generate_chunk  # a validation's grids aren't shifted
     validated = {depth: chunk_length(depth, chunk) for depth in (own, *program.depths)}
@@ -50,7 +49,7 @@ def check_memory(program: Program, will_train: bool) -> None:
         field = "model.num_steps" if depth is None else "model.training_depths"
         said = f"config.{field}: a validation in {counted(depth or own, 'step')} needs {{}} for its "
         for part, lowered in programs_of(program, depth):
-            check_program(program, part, said + part, lowered, free)
+            check_program(said + part, lowered, free)
 
 
 def largest_depths(model: ConfigDict, lengths: dict[int, int]) -> list[int]:
@@ -67,7 +66,7 @@ def largest_depths(model: ConfigDict, lengths: dict[int, int]) -> list[int]:
     return found
 
 
-def check_program(program: Program, part: str, said: str, lowered: jax.stages.Lowered, free: int) -> None:
+def check_program(said: str, lowered: jax.stages.Lowered, free: int) -> None:
     """Compile a part of a program, and check that it needs at most `free` bytes. `said` begins the message."""
     try:
         needed = bytes_of_program(lowered.compile())
@@ -82,27 +81,8 @@ def check_program(program: Program, part: str, said: str, lowered: jax.stages.Lo
         needed = math.inf
     if needed > free:
         size = gigabytes(needed) if needed < math.inf else "more memory"
-        devices = program.mesh.size // program.mesh.shape["tensor"]  # among which a batch is divided
-        remedy = remedies(program.config, devices, needed / max(1, free), part)
-        raise UserError(f"{said.format(size)} on each device, but {gigabytes(free)} are free; take {remedy}")
-
-
-def remedies(config: ConfigDict, devices: int, excess: float, part: str) -> str:
-    """The options that would save most memory, of those that this config can take.
-
-    Args:
-        devices: over how many the examples of a batch are divided.
-        excess: what is needed divided by what is free; infinite: not known.
-    """
-    if part == "weights":
-        return "fewer steps, or more devices with config.mesh.fsdp"
-    halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
-    parts = config.microbatches * 2**halvings
-    found = [f"config.microbatches={parts}" if config.batch_size % (parts * devices) == 0 else "a smaller batch"]
-    remat = {"none": "step", "products": "step", "step": "binomial"}.get(config.model.remat)
-    if remat and part == "train step":  # an evaluation stores nothing
-        found.append(f"config.model.remat={remat}")
-    given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ)  # JAX takes one alone
-    if jax.default_backend() == "gpu" and not given:  # of which JAX takes three quarters
-        found.append("XLA_CLIENT_MEM_FRACTION=.92 for more of the GPU")
-    return ", ".join([*found, "or more devices with config.mesh.fsdp"])
+        raise UserError(
+            f"{said.format(size)} on each device, but {gigabytes(free)} are free; take more config.microbatches, "
+            "config.model.remat=step or binomial, a smaller batch, fewer steps of depth, or more devices with "
+            "config.mesh.fsdp"
+        )

@@ -69,7 +69,7 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
 def traced(tmp_path, monkeypatch):
     """Calls a trace of steps 4 to 6 as a run does, and returns what it asked of JAX and the folders that it wrote."""
 
-    def call(steps, stop=None, fails=()):
+    def call(steps, stop=None):
         calls, folder = [], []
 
         def start(local, profiler_options):
@@ -84,12 +84,10 @@ def traced(tmp_path, monkeypatch):
         monkeypatch.setattr(jax.profiler, "start_trace", start)
         monkeypatch.setattr(jax.profiler, "stop_trace", stopped)
         monkeypatch.setattr(jax, "block_until_ready", calls.append)
-        with profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0)) as trace:
-            for step in steps:
-                trace.before(step, {"after": step - 1})
-                if step in fails:
-                    break
-                trace.after(step, {"after": step}, step == stop)
+        trace = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0))
+        for step in steps:
+            trace.before(step, {"after": step - 1})
+            trace.after(step, {"after": step}, step == stop)
         assert not folder or not folder[0].exists()
         written = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*")
         return calls, {at.name for at in written if (at / "host.xplane.pb").read_text() == f"{calls[:-1]}"}
@@ -103,7 +101,6 @@ def test_a_trace_waits_for_devices_around_its_steps_only(traced, tmp_path):
     assert traced(range(5, 9)) == ([{"after": 4}, "start", {"after": 6}, "stop"], {"steps-5-6"})  # resumed after step 4
     assert traced(range(1, 6), stop=5) == ([{"after": 3}, "start", {"after": 5}, "stop"], {"steps-4-5"})
     assert traced(range(7, 9)) == ([], set())
-    assert traced(range(1, 9), fails=(5,)) == ([{"after": 3}, "start", "stop"], set())  # so another can begin
     assert traced(range(1, 9)) == (around, {"steps-4-6"})  # in place of the first one
 
 
@@ -112,18 +109,6 @@ def test_a_run_goes_on_if_its_trace_can_not_be_written(traced, tmp_path, capsys)
     assert traced(range(1, 9))[0][-1] == "stop"
     said = capsys.readouterr().out
     assert "steps-4-6: the trace can't be written: " in said and said.endswith("; the run continues\n")
-
-
-def test_a_libtpu_with_which_the_profiler_crashes_is_refused(monkeypatch):
-    assert any(need.startswith("libtpu==") for need in profile.metadata.requires("jax"))
-    versions = {"libtpu": "0.0.42.1"}
-    monkeypatch.setattr(profile.metadata, "version", versions.__getitem__)
-    monkeypatch.setattr(profile.metadata, "requires", lambda _: ["numpy>=2.0", 'libtpu==0.0.42.*; extra == "tpu"'])
-    profile.check_profiler(None)
-    versions["libtpu"] = "0.0.51"
-    profile.check_profiler("cuda,cpu")
-    with pytest.raises(UserError, match=r"^config.profile_steps: .* libtpu 0.0.51, .* install libtpu==0.0.42.\*, "):
-        profile.check_profiler(None)
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.training import goodput
 from diffeqformer.training.hooks import Hooks
-from diffeqformer.training.profile import check_profiler
 from diffeqformer.training.run import (
     Run,
     agree,
@@ -72,8 +71,6 @@ def train(
     with hosts.all_succeed("the tracker"):
         if hosts.is_first():
             check_installed(config.tracker)
-    if config.profile_steps:
-        check_profiler(jax.config.jax_platforms)
     with hosts.all_succeed("the tokenizer"):
         tokenizer = tokenizer_of(config.data, saved_tokenizer(config, workdir))
     check_tokenizer(config, tokenizer)
@@ -196,11 +193,10 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     run.clock.lap("start-up")
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         hooks.show_validation(first, state["params"])
-    with hooks.tracer:
-        for number in range(first + 1, run.config.steps + 1):
-            state = hooks.train_step(number, state)
-            if hooks.after_step(number, state):
-                break
+    for number in range(first + 1, run.config.steps + 1):
+        state = hooks.train_step(number, state)
+        if hooks.after_step(number, state):
+            break
     checkpoint.check(run.checkpoints, wait=True)
     run.clock.lap("saves")
     hooks.progress.close()

@@ -1,41 +1,15 @@
 """Traces of train steps, for TensorBoard's profiler."""
 
-import contextlib
 import tempfile
-from importlib import metadata
 
 import jax
 from etils import epath
-from packaging.requirements import Requirement
 
-from diffeqformer.errors import UserError, reason_of
+from diffeqformer.errors import reason_of
 from diffeqformer.training.goodput import Stopwatch
 
 
-def check_profiler(platforms: str | None) -> None:
-    """Check that JAX's profiler works with the installed libtpu. With one of another version it ends in a crash.
-
-    Args:
-        platforms: `jax.config.jax_platforms`. JAX loads libtpu, with TPUs or without, unless this leaves out tpu.
-
-    Raises:
-        UserError: if JAX needs another version.
-    """
-    if platforms and "tpu" not in platforms.split(","):
-        return
-    try:
-        found = metadata.version("libtpu")
-    except metadata.PackageNotFoundError:
-        return
-    needed = [need.specifier for need in map(Requirement, metadata.requires("jax")) if need.name == "libtpu"]
-    if not all(specifier.contains(found) for specifier in needed):
-        raise UserError(
-            f"config.profile_steps: must be empty with libtpu {found}, with which JAX's profiler crashes; install "
-            f"libtpu{needed[0]}, which this version of JAX is made for, or set JAX_PLATFORMS=cpu if there is no TPU"
-        )
-
-
-class Trace(contextlib.AbstractContextManager):
+class Trace:
     """Writes a trace of some train steps to `<workdir>/tensorboard/plugins/profile/steps-<first>-<last>`.
 
     Devices are waited for before the first of these steps and after the last one, and at no other time. So the trace
@@ -75,24 +49,14 @@ class Trace(contextlib.AbstractContextManager):
         jax.block_until_ready(state)
         self.clock.lap("steps")
         folder = self.folder / f"steps-{self.first}-{step}"
-        try:
-            self._end(folder)
-        except Exception as error:  # from the profiler, the file system or a cloud client
-            print(f"{folder}: the trace can't be written: {reason_of(error)}; the run continues", flush=True)
-        return self.clock.lap("profiling")
-
-    def _end(self, folder: epath.Path | None) -> None:
-        """End the trace, and write it to a folder, if there is one, in place of an earlier trace."""
         self.first, self.steps = None, range(0)
-        with self.local as local:
-            jax.profiler.stop_trace()
-            if folder:
-                folder.rmtree(missing_ok=True)
+        try:
+            with self.local as local:
+                jax.profiler.stop_trace()
+                folder.rmtree(missing_ok=True)  # of an earlier trace
                 folder.mkdir(parents=True)
                 for file in epath.Path(local).glob("plugins/profile/*/*"):
                     (folder / file.name).write_bytes(file.read_bytes())
-
-    def __exit__(self, *_) -> None:
-        if self.first is not None:  # the run has failed, with an error that matters more
-            with contextlib.suppress(Exception):
-                self._end(None)
+        except Exception as error:  # from the profiler, the file system or a cloud client
+            print(f"{folder}: the trace can't be written: {reason_of(error)}; the run continues", flush=True)
+        return self.clock.lap("profiling")

@@ -20,9 +20,8 @@ from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.depth.depths import left_out_layers, trained_depths
 from diffeqformer.errors import UserError, counted, reachable
 from diffeqformer.inference.discretize import discretize, discretized_config
-from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
-from diffeqformer.transformer import MODELS, abstract_model, split_model
+from diffeqformer.transformer import MODELS, split_model
 
 
 def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
@@ -153,10 +152,22 @@ def reading(config: ConfigDict, field: str = "base") -> Iterator[None]:
         raise UserError(f"config.{field}: {error.found}; {remedy}") from error
 
 
+def config_of_base(config: ConfigDict, field: str = "base", step: Step = None) -> ConfigDict:
+    """The config of the checkpoint that `config.base`, or another field, names, or of one at another step."""
+    with reading(config, field):
+        folder, chosen = chosen_base(config[field], field)
+        return checkpoint.load_config(folder, chosen if step is None else step, f"config.{field}")
+
+
+def load_base(config: ConfigDict, step: int, mesh: Mesh, field: str = "base") -> checkpoint.Checkpoint:
+    """A checkpoint of the run that a field names, on a mesh. All processes call this together."""
+    with reading(config, field):
+        return checkpoint.load(chosen_base(config[field], field)[0], mesh, step, f"config.{field}")
+
+
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run starts from."""
-    with reading(config):
-        base = checkpoint.load_config(*chosen_base(config.base), "config.base")
+    base = config_of_base(config)
     if config.data.tokenizer != base.data.tokenizer:
         raise UserError(
             f"config.data.tokenizer: must be the tokenizer of config.base, {base.data.tokenizer}, but it is "
@@ -192,19 +203,9 @@ def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") ->
         return {"workdir": place(folder), "step": step, "data_sha256": theirs.data_sha256}
 
 
-def check_base_fits(config: ConfigDict, step: int, mesh: Mesh, field: str = "base") -> None:
-    """Check that the parameters of a base's, or teacher's, checkpoint fit into a mesh's memory, before compiling."""
-    with reading(config, field):
-        base = checkpoint.load_config(chosen_base(config[field], field)[0], step, f"config.{field}")
-    remedy = "materialize it on a machine with more memory, and take the folder of that"
-    params = split_model(abstract_model(base))[1]
-    check_free(f"config.{field}: the parameters of {config[field]}", params, 1 / mesh.size, remedy)
-
-
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     """The initial parameters of a run, without adapters: the base's, or its weights at the times of this config."""
-    with reading(config):
-        opened = checkpoint.load(chosen_base(config.base)[0], mesh, step, "config.base")
+    opened = load_base(config, step, mesh)
     if config.model.solver != (theirs := opened.config.model.solver):
         print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
     if goes_on(config):

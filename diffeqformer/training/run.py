@@ -45,7 +45,7 @@ from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.room import check_memory
 from diffeqformer.training.shapes import with_microbatches
 from diffeqformer.training.step import Program
-from diffeqformer.training.teacher import TeacherState, config_of_teacher, load_teacher, record_of_teacher
+from diffeqformer.training.teacher import TeacherState, config_of_teacher, record_of_teacher, teacher_field
 from diffeqformer.transformer import merge_trees
 
 
@@ -129,12 +129,17 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
     if jax.process_count() > 1:  # from here on processes must agree, or they would wait for one another
         make_folder(folder)
         hosts.check_shared(folder)
-    with hosts.all_succeed("the newest checkpoint"):
-        saved = read_saved(config, folder, about)  # fail before a corpus is prepared for hours
+    with hosts.all_succeed("the newest checkpoint"):  # fail before a corpus is prepared for hours
+        saved = read_saved(config, folder, about)
+        if saved:
+            about = dataclasses.replace(about, base=saved.base, teacher=saved.teacher)
         if config.base and not saved:
-            finetune.base_of(config, about)
+            about = dataclasses.replace(about, base=finetune.base_of(config, about))
         if config.teacher_weight and not saved:
-            record_of_teacher(config, about)
+            about = dataclasses.replace(about, teacher=record_of_teacher(config, about))
+    origins = hashlib.sha256(json.dumps([about.base, about.teacher], sort_keys=True).encode()).hexdigest()
+    remedy = "give all hosts the same run, which has ended"
+    hosts.check_same("config.base, config.teacher: the checkpoint", origins, remedy)
     with hosts.all_succeed("the token store"):
         data = config.data.copy_and_resolve_references()
         store, before = store_folder(data, tokenizer), pathlib.Path(saved and saved.store or "")
@@ -142,17 +147,6 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
             data.dir = str(before.parent)  # where the run had it
         splits = open_prepared(data, tokenizer, config.sequence_length, saved is not None)
         about = dataclasses.replace(about, store=os.path.abspath(store_folder(data, tokenizer)))
-    if config.base:  # its checkpoint now, as one of before the preparation may be gone
-        with hosts.all_succeed("the base"):
-            about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
-    if config.teacher_weight:
-        with hosts.all_succeed("the teacher"):
-            about = dataclasses.replace(about, teacher=saved.teacher if saved else record_of_teacher(config, about))
-    if config.base or config.teacher_weight:
-        digest = hashlib.sha256(json.dumps([about.base, about.teacher], sort_keys=True).encode()).hexdigest()
-        hosts.check_same(
-            "config.base, config.teacher: the checkpoint", digest, "give all hosts the same run, which has ended"
-        )
     about = dataclasses.replace(
         about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
     )
@@ -255,7 +249,8 @@ def with_teacher(run: Run) -> Run:
         return run
     print(f"its teacher is {record['workdir']} at step {record['step']:,}", flush=True)
     if newest(run.checkpoints) is None:
-        state = teacher.state(load_teacher(run.config, record["step"], run.program.mesh))
+        loaded = finetune.load_base(run.config, record["step"], run.program.mesh, teacher_field(run.config))
+        state = teacher.state(loaded.model)
         checkpoint.save_frozen(run.folder, state._asdict(), record, "teacher")
     else:
         state = TeacherState(**checkpoint.restore_frozen(run.folder, teacher.shapes._asdict(), record, "teacher"))
@@ -280,9 +275,6 @@ def check_room(run: Run, step: int | None) -> None:
     """Check that there is enough memory to go on from a checkpoint's step, or (None) to begin; this compiles."""
     run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
-        for field in ("base", "teacher") if step is None else ():
-            if run.config[field]:
-                finetune.check_base_fits(run.config, getattr(run.about, field)["step"], run.program.mesh, field)
         check_memory(run.program, (step or 0) < run.config.steps)
     run.clock.lap("compilation")
 

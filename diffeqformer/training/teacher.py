@@ -20,7 +20,7 @@ from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.parallel.memory import placed
 from diffeqformer.parallel.sharding import EVERYWHERE, shardings
 from diffeqformer.rules import RULES
-from diffeqformer.training.finetune import base_of, chosen_base, is_base_of, reading
+from diffeqformer.training.finetune import base_of, config_of_base, is_base_of
 from diffeqformer.training.loss import ShardedLoss, split_batch, without_depth
 from diffeqformer.transformer import Transformer, abstract_model, padded_vocabulary, split_model, vector_field
 
@@ -101,8 +101,7 @@ def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike
         teacher = saved_config({**config.to_dict(), "model": about.teacher["model"]})
     else:
         teacher = config.copy_and_resolve_references()
-        with reading(config, field):
-            teacher.model = checkpoint.load_config(*chosen_base(config[field], field), f"config.{field}").model
+        teacher.model = config_of_base(config, field).model
     teacher.model.dtype = config.model.dtype
     ids = config.model.vocab_size, teacher.model.vocab_size
     if ids[0] != ids[1]:
@@ -125,13 +124,4 @@ def record_of_teacher(config: ConfigDict, about: About) -> dict:
     """
     field = teacher_field(config)
     record = base_of(config, about, field)
-    with reading(config, field):
-        theirs = checkpoint.load_config(chosen_base(config[field], field)[0], record["step"], f"config.{field}")
-    return {**record, "model": theirs.model.to_dict()}
-
-
-def load_teacher(config: ConfigDict, step: int, mesh: Mesh) -> Transformer:
-    """The teacher of a new run, from a checkpoint of its run. All processes call this together."""
-    field = teacher_field(config)
-    with reading(config, field):
-        return checkpoint.load(chosen_base(config[field], field)[0], mesh, step, f"config.{field}").model
+    return {**record, "model": config_of_base(config, field, record["step"]).model.to_dict()}

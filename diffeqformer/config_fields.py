@@ -225,7 +225,7 @@ CONFIG_FIELDS = [
 
     # The optimizer
     ConfigField("optimizer.name", "adamw", one_of(("adamw", "muon")),
-        "adamw, or muon for the blocks' matrices (see diffeqformer.training.muon)"),
+        "adamw, or muon for the blocks' matrices (see diffeqformer.training.optimizer)"),
     ConfigField("optimizer.learning_rate", 6e-4, POSITIVE, "peak rate, after the warm-up", change="decay"),
     ConfigField("optimizer.weight_decay", 0.1, NOT_NEGATIVE, "decoupled"),
     ConfigField("optimizer.decay", "as_published", one_of(("as_published", "everything", "matrices")),

@@ -10,8 +10,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import muon
-from diffeqformer.training.optimizer import make_optimizer
+from diffeqformer.training.optimizer import MATRICES, make_optimizer, orthogonal_on
 from helpers import normal, toy_config
 
 
@@ -44,7 +43,7 @@ def test_matrices_of_blocks_move_orthogonally_and_all_else_as_by_adamw():
     momentum, before = traverse_util.flatten_dict(momentum), traverse_util.flatten_dict(params)
     rate = 0.01 * (0.1 + 0.9 * (1 + np.cos(np.pi / 100)) / 2)  # of the second step
     for path, update in ours[1].items():
-        if path[0] != "depth" or path[-1] not in muon.MATRICES:
+        if path[0] != "depth" or path[-1] not in MATRICES:
             np.testing.assert_array_equal(update, theirs[1][path])
             continue
         own = update + rate * 0.5 * before[path]  # without the decay
@@ -70,8 +69,8 @@ def test_devices_divide_the_matrices(name, sizes, shape):
     spec = [None] * len(sizes)
     spec[0 if name == "projection" else -2], spec[-1] = ("generator", "fsdp"), "tensor"
     place = NamedSharding(mesh, PartitionSpec(*spec))
-    alone = jax.jit(lambda update: muon.orthogonal_on(None, name, update)).lower(update).compile()
-    together = jax.jit(lambda update: muon.orthogonal_on(place, name, update), in_shardings=place, out_shardings=place)
+    alone = jax.jit(lambda update: orthogonal_on(None, name, update)).lower(update).compile()
+    together = jax.jit(lambda update: orthogonal_on(place, name, update), in_shardings=place, out_shardings=place)
     compiled = together.lower(jax.ShapeDtypeStruct(sizes, "float32")).compile()
     np.testing.assert_allclose(compiled(jax.device_put(update, place)), alone(update), atol=1e-5)
     matrices = update.size // (64 * 192)

@@ -30,7 +30,7 @@ CAUSES = {  # by the innermost function of ours, or by its file
         "generated.py", "plain.py", "looped.py", "projection.py", "project.py", "gradients.py", "low_rank.py",
     ),
     "loss": ("cross_entropy.py",),
-    "update": ("step.py", "optimizer.py", "muon.py", "update.py"),
+    "update": ("step.py", "optimizer.py", "update.py"),
 }  # fmt: skip
 COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("
 

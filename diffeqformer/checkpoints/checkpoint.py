@@ -306,7 +306,7 @@ def load_on_all(workdir: epath.PathLike, step: Step = None) -> Checkpoint:
         if jax.process_count() == 1:
             return load(workdir, make_mesh(), step)
         step = open_to_read(workdir, step=step).step
-    hosts.check_same("--workdir: the checkpoint", f"{step:016x}", "start again, or wait until training has ended")
+    hosts.check_same({"--workdir: the checkpoint": step}, "start again, or wait until training has ended")
     with hosts.all_succeed("the checkpoint"):
         return _load(workdir, make_mesh(), step, "--workdir")  # no host tries again alone
 

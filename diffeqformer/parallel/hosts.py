@@ -86,18 +86,11 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 @contextlib.contextmanager
 def joined(options) -> Iterator[None]:
-    """Connect as the options of `define_flags` say, and let the processes end together after the `with` block."""
-    connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
-    with ending_together():
-        yield
+    """Connect as the options of `define_flags` say, and let processes that stop in the `with` block exit together.
 
-
-@contextlib.contextmanager
-def ending_together() -> Iterator[None]:
-    """Let processes that stop exit together, and one that fails exit at once: JAX would wait minutes for the others.
-
-    If one exits alone, JAX aborts the others after at most 100 s.
+    One that fails exits at once: JAX would wait minutes for the others. It aborts them after at most 100 s.
     """
+    connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
     try:
         yield
     except (Stopped, UserErrorEverywhere):
@@ -203,19 +196,13 @@ def any_process(flag: bool) -> bool:
     return any(of_all(flag))
 
 
-def check_same(what: str, digest: str, remedy: str) -> None:
-    """Check that something, by its hash, is the same on every process. If not, all raise a UserErrorEverywhere."""
-    first, *others = of_all(digest)
-    if apart := [str(number) for number, other in enumerate(others, 1) if other != first]:
-        raise UserErrorEverywhere(f"{what} on process {', '.join(apart)} isn't that of process 0; {remedy}")
-
-
-def check_same_fields(fields: dict[str, object]) -> None:
-    """Check that the fields of a config are the same on every process; the error names those that aren't."""
-    first, *others = of_all({name: repr(value) for name, value in fields.items()})
-    if names := [f"config.{name}" for name in fields if any(other[name] != first[name] for other in others)]:
+def check_same(values: dict[str, object], remedy: str) -> None:
+    """Check that values are the same on every process. If not, all raise a UserErrorEverywhere that names these."""
+    first, *others = of_all({name: repr(value) for name, value in values.items()})
+    apart = [str(number) for number, other in enumerate(others, 1) if other != first]
+    if names := [name for name in values if any(other[name] != first[name] for other in others)]:
         raise UserErrorEverywhere(
-            f"{', '.join(names)}: not the same on all processes; give all of them the same config"
+            f"{', '.join(names)}: not the same on process {', '.join(apart)} as on process 0; {remedy}"
         )
 
 

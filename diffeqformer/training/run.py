@@ -3,8 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Set
@@ -108,7 +106,8 @@ def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None
     with hosts.all_succeed("the base"):
         config = finetune.inherit(config, workdir, given)
     check_config(config, jax.device_count(), jax.default_backend())
-    hosts.check_same_fields({name: value for name, value in fields_of(config).items() if name not in OF_ONE_HOST})
+    shared = {f"config.{name}": value for name, value in fields_of(config).items() if name not in OF_ONE_HOST}
+    hosts.check_same(shared, "give all of them the same config")
     return config
 
 
@@ -137,9 +136,8 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
             about = dataclasses.replace(about, base=finetune.base_of(config, about))
         if config.teacher_weight and not saved:
             about = dataclasses.replace(about, teacher=record_of_teacher(config, about))
-    origins = hashlib.sha256(json.dumps([about.base, about.teacher], sort_keys=True).encode()).hexdigest()
-    remedy = "give all hosts the same run, which has ended"
-    hosts.check_same("config.base, config.teacher: the checkpoint", origins, remedy)
+    origins = {"config.base": about.base, "config.teacher": about.teacher}
+    hosts.check_same(origins, "give all hosts the same run, which has ended")
     with hosts.all_succeed("the token store"):
         data = config.data.copy_and_resolve_references()
         store, before = store_folder(data, tokenizer), pathlib.Path(saved and saved.store or "")
@@ -151,8 +149,8 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
     )
     make_folder(folder)
-    both = hashlib.sha256(f"{about.data_sha256} {about.validation_sha256}".encode()).hexdigest()
-    hosts.check_same("config.data.dir: the token store", both, "give all hosts the same one")
+    hashes = about.data_sha256, about.validation_sha256
+    hosts.check_same({"config.data.dir: the token store": hashes}, "give all hosts the same one")
     return splits, about
 
 
@@ -266,8 +264,8 @@ def newest_step(run: Run) -> int | None:
             print(f"{error.found}; it is now {aside}, and the one before it is taken", flush=True)
     run.checkpoints.reload()
     step = newest(run.checkpoints)
-    seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
-    hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
+    seen = {f"{run.folder}: the newest checkpoint": step}
+    hosts.check_same(seen, "start again when the disk shows the same to all hosts")
     return step
 
 

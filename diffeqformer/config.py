@@ -13,7 +13,7 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
-from diffeqformer.parallel.fit import check_mesh
+from diffeqformer.parallel.mesh import check_mesh
 from diffeqformer.rules import OF_HEADS, RULES, UNUSED, Rule
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 

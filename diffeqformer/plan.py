@@ -23,7 +23,7 @@ from diffeqformer.planning.estimate import Planned, gib, plan_of, summary
 from diffeqformer.planning.flash import attention_on
 from diffeqformer.planning.programs import compile_run, compile_train_steps, tpu_devices
 from diffeqformer.training import finetune
-from diffeqformer.training.shapes import train_step_by_shapes, with_microbatches
+from diffeqformer.training.room import train_step_by_shapes, with_microbatches
 from diffeqformer.training.step import Program
 from diffeqformer.training.teacher import config_of_teacher
 

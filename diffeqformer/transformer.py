@@ -30,10 +30,9 @@ from diffeqformer.fields.layers import (
     precision_in,
     rows_from,
 )
-from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import divide_generator
-from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, partition
+from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, generator_parts, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 Path = tuple[str, ...]

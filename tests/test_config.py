@@ -14,8 +14,7 @@ from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Linear
-from diffeqformer.parallel.fit import check_tiles
-from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.mesh import check_tiles, make_mesh
 from diffeqformer.training.resuming import check_resumable
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, vector_field

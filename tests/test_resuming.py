@@ -13,7 +13,7 @@ from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.training import loop, resuming, run
 from diffeqformer.training.optimizer import learning_rate_schedule
-from diffeqformer.training.shapes import train_step_by_shapes
+from diffeqformer.training.room import train_step_by_shapes
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, change, lively_model, save_params, toy_config

@@ -10,7 +10,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning.chips import GPUS
 from diffeqformer.planning.flash import attention_on, flash
 from diffeqformer.training import step
-from diffeqformer.training.shapes import bytes_of_loops, train_step_by_shapes, with_microbatches
+from diffeqformer.training.room import bytes_of_loops, train_step_by_shapes, with_microbatches
 from helpers import ONE_DEVICE, change, toy_config
 from runs import command
 

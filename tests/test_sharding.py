@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh
 
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.mesh import AXES, divide_generator, make_mesh
+from diffeqformer.parallel.sharding import generator_parts
 from diffeqformer.training import step
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model

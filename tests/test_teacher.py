@@ -16,7 +16,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.memory import size_of
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import hooks, loop, room
-from diffeqformer.training.shapes import train_step_by_shapes
+from diffeqformer.training.room import train_step_by_shapes
 from diffeqformer.training.step import Program
 from diffeqformer.training.teacher import config_of_teacher, record_of_teacher
 from diffeqformer.transformer import split_model

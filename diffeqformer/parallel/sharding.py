@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diffeqformer.parallel.mesh import AXES
+from diffeqformer.parallel.mesh import AXES, number_of_slices
 
 BATCH = ("data", "generator", "fsdp")  # the axes over which examples are split
 ROWS = ("fsdp",)  # the rows of a matrix (its first axis) are also sharded over this axis: parts of rows are whole tiles
@@ -62,6 +62,21 @@ def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> Par
         first = sides[0]
         places[first] = (places[first], *rows) if places[first] else rows
     return PartitionSpec(*places)
+
+
+def generator_parts(mesh: Mesh, rows: list[tuple[int, str]]) -> int:
+    """The largest number of parts into which copies of a model divide its generator (`divide_generator`).
+
+    Each part has whole tiles of 8 rows. XLA's tiles of gathered weights have as many, in bf16 too. Copies in different
+    slices don't share one: the network between them is too slow.
+
+    Args:
+        mesh: the devices.
+        rows: number of rows of each generated kernel, and their logical axis.
+    """
+    copies = mesh.shape["data"] * mesh.shape["generator"] // number_of_slices(list(mesh.devices.flat))
+    tiles = [size / (8 * mesh.shape["fsdp"] * mesh.shape.get(LOGICAL_AXES[axis], 1)) for size, axis in rows]
+    return max((n for n in range(1, copies + 1) if not copies % n and not any(tile % n for tile in tiles)), default=1)
 
 
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:

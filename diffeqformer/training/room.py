@@ -2,19 +2,42 @@
 
 Without this check, running out of memory on a CPU is reported late or never. JAX 0.10 can wait forever for scalars of
 a program whose allocation failed, and Linux kills a process that uses more memory than there is.
+
+The number of microbatches, and plans for GPUs, go by the memory of a train step from shapes alone, in seconds and
+without a compiler. The state's shapes are exact, and so is what the loops over depth read and write: the step is
+traced. The rest follows the order of its work (`diffeqformer.training.loss`):
+
+    loss      W, what was stored, the gathered head, the embeddings' gradient, a chunk of logits
+    backward  W and its gradient, what was stored, the embeddings' gradient, a step of depth computed again
+    update    the gradients of W and of the embeddings as they are summed, and a P's gradient
+
+A step that is computed again holds what it would store with `model.remat=none`, at most. What XLA needs for itself, its
+workspaces and fragments, isn't in the account.
 """
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from ml_collections import ConfigDict
 
-from diffeqformer.depth.depths import chunk_length, chunk_lengths
+from diffeqformer.cross_entropy import CHUNK
+from diffeqformer.depth.depths import chunk_length, chunk_lengths, longest_grid
 from diffeqformer.errors import UserError, counted, out_of_memory, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of_program, free_bytes, gigabytes, size_of
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
+from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary, vector_field
+
+USED = 0.9
+"""The share of a device's memory that a train step may take by its shapes.
+
+For the configs, the TPU compiler's figures were at most 8 % above these, and XLA's on an H200 below.
+"""
 
 
 def check_memory(program: Program, will_train: bool) -> None:
@@ -86,3 +109,127 @@ def check_program(said: str, lowered: jax.stages.Lowered, free: int) -> None:
             "config.model.remat=step or binomial, a smaller batch, fewer steps of depth, or more devices with "
             "config.mesh.fsdp"
         )
+
+
+def with_microbatches(program: Program, memory: int | None) -> Program:
+    """The program, with the fewest microbatches that fit if its config leaves their number open (0).
+
+    Their number follows from the config and the devices alone, so a run that is resumed on the same ones keeps it. If
+    none fits, it is that of the examples of a device.
+
+    Args:
+        memory: bytes of a device; None: not known, which gives one microbatch.
+    """
+    if program.config.microbatches:
+        return program
+    [examples, _] = program.batch_sharding.shard_shape((program.config.batch_size, 1))
+    for number in (number for number in range(1, examples + 1) if examples % number == 0):
+        config = program.config.copy_and_resolve_references()
+        config.microbatches = number
+        program = Program(config, program.mesh, (program.loss.attend, program.attention), program.config_of_teacher)
+        needed = sum(train_step_by_shapes(program).values())
+        if memory is None or needed <= USED * memory:
+            break
+    of = f" of a device's {gigabytes(memory)}" if memory is not None else "; a device's memory isn't known"
+    print(f"microbatches: {number}; by its shapes, a train step needs {gigabytes(needed)}{of}", flush=True)
+    return program
+
+
+def train_step_by_shapes(program: Program) -> dict[str, int]:
+    """The bytes of a device in a run's deepest train step, at the moment that needs most, by cause.
+
+    Args:
+        program: with the attention of the devices that are meant. Its own may be of any kind.
+
+    Raises:
+        UserError: if weights are made in chunks, which has other loops, or layers are left out: others are copied.
+    """
+    config, model, state = program.config, program.config.model, program.state_shapes
+    num_steps = max(program.depths)
+    if model.generate_chunk or model.left_out:
+        name = "generate_chunk" if model.generate_chunk else "left_out"
+        raise UserError(
+            f"config.model.{name}: must be left out in a plan for GPUs, which goes by the loops over all steps, but it "
+            f"is {model[name]}"
+        )
+    steps, compute = longest_grid(model, num_steps), jnp.dtype(model.dtype).itemsize
+    examples = program.batch_sharding.shard_shape((config.batch_size, 1))[0] // config.microbatches
+    weights, all_stored, gradient = bytes_of_loops(program, num_steps, "none")
+    states_kept = {"binomial": min(model.snapshots, steps) + 1, "reversible": 1}.get(model.remat)
+    if states_kept:
+        x = jax.ShapeDtypeStruct((examples, config.sequence_length, model.width), jnp.float32)
+        kept = jax.eval_shape(abstract_model(config).solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
+        stored = states_kept * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    else:
+        stored = bytes_of_loops(program, num_steps, model.remat).stored
+    vocabulary = padded_vocabulary(model)
+    matrix = vocabulary * model.width
+    after = sums = {"embeddings' gradient": 4 * matrix * (1 if vector_field(model).tied_head else 2)}
+    in_float32 = 4 * gradient // compute
+    if not MODELS[model.kind].weights.generated:  # the loops read what isn't cast beforehand where it lies
+        uncast = state["params"] if model.dtype == "float32" else program.frozen(state["params"])
+        weights = max(0, weights - size_of(uncast.get("depth", {})))
+    largest = 0  # gradient of a P that XLA stores; AdamW's kernels form theirs by tiles
+    if projections := program.loss.projections:
+        layers = state["params"]["depth"]["layers"]
+        stored_whole = projections.shapes.keys() - program.optimizer.fused.values()
+        largest = max((size_of(layers[name]["projection"]) for name in stored_whole), default=0)
+    if config.microbatches > 1:  # what is added up, in fp32
+        sums = after | {"sums over microbatches": in_float32 + after["embeddings' gradient"]}
+    of_teacher = 8 + compute if program.teacher else 0  # its logits, their probabilities, and a head as large
+    logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute + of_teacher)
+    forward = {"weights": weights, "states": stored, **sums}
+    moments = [
+        forward | {"head and logits": compute * matrix + logits},
+        forward | {"weights' gradient": gradient, "a step computed again": all_stored // steps},
+        {"weights' gradient": in_float32, **after, "a P's gradient": largest},
+    ]
+    parts = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
+    if program.teacher:
+        parts["teacher"] = size_of(program.teacher_shapes)
+    return parts | max(moments, key=lambda moment: sum(moment.values()))
+
+
+class Loops(NamedTuple):
+    """The bytes on a device that the loops over depth read and write."""
+
+    weights: int
+    stored: int
+    gradient: int
+
+
+def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
+    """What the train step's loops over depth would read and write with another `model.remat`."""
+    config = program.config.copy_and_resolve_references()
+    config.model.remat = remat
+    program = Program(config, program.mesh, (program.loss.attend, ""), program.config_of_teacher)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
+    traced = program.train_step.trace(program.state_shapes, tokens, num_steps, *program.teacher_shapes).jaxpr.jaxpr
+    steps = longest_grid(config.model, num_steps)
+    found = [scan for scan in scans(traced) if scan.params["length"] == steps]
+    written = {scan: size(stacked(scan.outvars, scan.params["jaxpr"].out_avals)) for scan in found}
+    # Parts of the loss can be as many as steps, but write less.
+    forward, backward = (
+        max((scan for scan in found if scan.params["reverse"] == reverse), key=written.get) for reverse in (False, True)
+    )
+    read = size(stacked(forward.invars, forward.params["jaxpr"].in_avals))
+    return Loops(read, written[forward], written[backward])
+
+
+def stacked(variables: list, in_a_step: list) -> list:
+    """The arrays with a row for each step of a scan. What steps share or hand on has the same shape inside."""
+    return [outside for outside, inside in zip(variables, in_a_step) if outside.aval.shape != inside.shape]
+
+
+def size(variables: list) -> int:
+    """The bytes of traced arrays."""
+    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
+
+
+def scans(jaxpr) -> Iterator:
+    """All scans of a traced program, in the order in which they run."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from scans(inner)

@@ -40,8 +40,7 @@ from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.rules import decay_start
 from diffeqformer.training import finetune, resuming
 from diffeqformer.training.goodput import Stopwatch
-from diffeqformer.training.room import check_memory
-from diffeqformer.training.shapes import with_microbatches
+from diffeqformer.training.room import check_memory, with_microbatches
 from diffeqformer.training.step import Program
 from diffeqformer.training.teacher import TeacherState, config_of_teacher, record_of_teacher, teacher_field
 from diffeqformer.transformer import merge_trees

@@ -16,8 +16,8 @@ from diffeqformer.cross_entropy import SoftTargets
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import fastest
-from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.parallel.memory import placed
+from diffeqformer.parallel.mesh import check_mesh
 from diffeqformer.parallel.sharding import EVERYWHERE, shardings
 from diffeqformer.rules import RULES
 from diffeqformer.training.finetune import base_of, config_of_base, is_base_of

@@ -172,7 +172,7 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
     params = transformer.split_model(checkpoint.load(workdir).model)[1]
     split = open_store(tmp_path / "store", "bytes", 8)["validation"]
     for row in results[1]["rows"][:2]:
-        scores = validate(program, params, split, config, row["num_steps"])
+        scores = validate(program, params, split, row["num_steps"])
         assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
 
 

@@ -95,7 +95,7 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
         room.check_memory(program, True)
         state = first_state(program)
         for depth in (None, 8):
-            validation.validate(program, state["params"], split, config, depth)
+            validation.validate(program, state["params"], split, depth)
         program.train_step(state, jax.device_put(tokens_of(0, config), program.batch_sharding), 8)
     messages = [record.getMessage() for record in caplog.records]
     compiled = [message.split()[4] for message in messages if "Finished XLA comp" in message]

@@ -135,7 +135,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     program, (graph, params) = Program(config, ONE_DEVICE), drawn(config.model)
     params["token_embedding"] *= 50  # no two targets are as likely
     ids = np.random.RandomState(0).permutation(16 * 11 + 5).astype(np.uint16)
-    scores = validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
+    scores = validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""))
     windows = np.int32(ids[: 16 * 11]).reshape(11, 16)
     logits = logits_of(graph, params, program.weights(params, None), windows)
     log_probs = log_softmax(np.float64(logits)[:, :-1], axis=-1)

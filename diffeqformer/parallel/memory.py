@@ -18,25 +18,18 @@ class NoRoom(UserError):
 
 
 def check_free(what: str, shapes: Any, times: int | float = 1, remedy: str = "take fewer") -> None:
-    """Check that arrays of some shapes fit into the free memory of the first device, before they are made.
+    """Check that arrays of some shapes fit into the free memory of the first device, or raise a NoRoom.
 
     Args:
         what: their name and the option that made them large, for the message.
         shapes: a tree of arrays or of their shapes.
         times: how many such trees there will be on the device.
-
-    Raises:
-        NoRoom: if they don't fit.
     """
     check_enough(what, int(times * bytes_of(shapes)), free_bytes(jax.local_devices()[:1]), remedy)
 
 
 def check_enough(what: str, needed: int, free: int | None, remedy: str) -> None:
-    """Check that something that takes `needed` bytes fits into `free` bytes (None: not known), before it is made.
-
-    Raises:
-        NoRoom: if it doesn't fit.
-    """
+    """Check that something that takes `needed` bytes fits into `free` bytes (None: not known), or raise a NoRoom."""
     if free is not None and needed > free:
         raise NoRoom(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
 

@@ -19,8 +19,7 @@ AXES = ("data", "generator", "fsdp", "tensor")
 def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
     """The sizes of the mesh's axes, from the `mesh` part of a config. There, -1 stands for all remaining devices.
 
-    Raises:
-        UserError: if their product isn't the number of devices.
+    A UserError says if their product isn't the number of devices.
     """
     axes = ("data", "fsdp", "tensor")
     sizes = [config[axis] for axis in axes]
@@ -39,7 +38,7 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
 
 
 def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) -> None:
-    """Check that a config's mesh uses all devices, and splits batch, heads and rows evenly.
+    """Check that a config's mesh uses all devices, and splits batch, heads and rows evenly. Errors name what would do.
 
     On TPUs, rows must be split into whole tiles. A part of 20 rows, for example, would be padded to 24 or 32 at every
     gather, which is slower than not sharding at all.
@@ -47,9 +46,6 @@ def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) 
     Args:
         field: the config's vector field (`diffeqformer.fields.field.Block`).
         vocabulary: number of rows of the embedding.
-
-    Raises:
-        UserError: with the sizes that would work.
     """
     data, fsdp, tensor = mesh_shape(config.mesh, num_devices)
     microbatches = config.microbatches or 1  # 0: as many as are needed

@@ -52,9 +52,6 @@ def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> Par
 
     Args:
         rows: the axes of the mesh over which the rows of a matrix are also sharded.
-
-    Raises:
-        KeyError: for an axis that isn't in `LOGICAL_AXES`.
     """
     places = [axis and LOGICAL_AXES[axis] for axis in axes]
     sides = [i for i, axis in enumerate(axes) if axis in ("vocab", "sequence", "embed", "heads", "mlp")]

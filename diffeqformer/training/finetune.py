@@ -115,8 +115,7 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
 def chosen_base(base: str, field: str = "base") -> tuple[str, Step]:
     """The folder that `config.base`, or another field, names, and which checkpoint, as in runs/a@1000 and runs/a@best.
 
-    Raises:
-        UserError: if it can't be seen whether there is a folder with such a name, which then is the one.
+    If there is a folder with such a name, it is that one.
     """
     folder, _, step = base.rpartition("@")
     if not (folder and re.fullmatch("best|[0-9]{1,18}", step)):
@@ -187,11 +186,7 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
 
 
 def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") -> dict:
-    """What a new run records about its base, or teacher: workdir, step of the checkpoint, and the data's hash.
-
-    Raises:
-        UserError: if it was trained with another tokenizer than `about` has.
-    """
+    """What a new run records of its base, or teacher, which must have the tokenizer of `about`."""
     with reading(config, field):
         folder, step = chosen_base(config[field], field)
         _, step, theirs, _ = checkpoint.open_to_read(folder, f"config.{field}", step)

@@ -73,11 +73,7 @@ class Hooks:
         return state
 
     def after_step(self, number: int, state: dict) -> bool:
-        """Log, trace, validate and save after a step was dispatched.
-
-        Returns:
-            whether the run was told to stop.
-        """
+        """Log, trace, validate and save after a step was dispatched, and return whether the run was told to stop."""
         config = self.run.config
         first, last = number == self.progress.first_step + 1, number == config.steps
         validates = last or number % config.eval_every == 0
@@ -115,11 +111,7 @@ class Hooks:
         progress.pause(self.clock.lap("saves"))
 
     def show_scalars(self, left: int) -> None:
-        """Wait for steps and show their scalars, until `left` of them are pending.
-
-        Raises:
-            UserError: if the loss or the gradient isn't finite.
-        """
+        """Wait for steps and show their scalars, until `left` of them are pending; a UserError if one isn't finite."""
         while len(self.pending) > left:
             number, seconds_at_peak, scalars = self.pending.popleft()
             scalars = {name: float(value) for name, value in scalars.items()}
@@ -133,20 +125,16 @@ class Hooks:
                 self.progress.train(number, scalars)
 
     def show_validation(self, number: int, params: dict) -> dict[str, float]:
-        """Show the validation after a step.
+        """Show and return the validation after a step, with bits per byte at the other depths of training.
 
-        Returns:
-            its results (`validate`), with bits per byte at the other depths of training.
-
-        Raises:
-            UserError: if the loss isn't finite.
+        A UserError says if its loss isn't finite.
         """
-        run, config, split = self.run, self.run.config, self.run.splits["validation"]
-        results = validate(run.program, params, split, config)
+        run, split = self.run, self.run.splits["validation"]
+        results = validate(run.program, params, split)
         if not math.isfinite(results["loss"]):
             raise UserError(self.diverged(f"it is {results['loss']} in the validation at step {number:,}"))
         for depth in run.other_depths():
-            results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, config, depth)["bits_per_byte"]
+            results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, depth)["bits_per_byte"]
         self.progress.validation(number, results)
         for tracker in self.progress.trackers if run.other_depths() else ():
             tracker.picture(number, "bits_per_byte_by_depth", by_depth(results, config.model.num_steps))

@@ -164,13 +164,9 @@ def describe(run: Run, params: dict) -> None:
 
 
 def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
-    """Train until the last step, or until a notice to stop.
+    """Train until the last step, or until a notice to stop. `state` is donated.
 
-    Args:
-        state: donated.
-
-    Raises:
-        UserError: if the loss or the gradient is no longer finite, or a checkpoint can't be written.
+    A UserError says if the loss or the gradient is no longer finite, or a checkpoint can't be written.
     """
     first, run = int(state["step"]), with_teacher(run)
     hooks = Hooks(run, first, notice)

@@ -223,7 +223,9 @@ class ShardedLoss:
             cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1)
             of_positions = jax.tree.map(cut, of_positions)
         x, *others = of_positions
-        x, targets, scored, states = jax.tree.map(flattened, (model.normalize(x), *others))
+        x, targets, scored, states = jax.tree.map(
+            lambda array: array.reshape(-1, *array.shape[2:]), (model.normalize(x), *others)
+        )
         soft = soft and soft._replace(states=states)
         return cross_entropy(x, matrix, targets, scored, model.vocab_size, soft)
 
@@ -252,11 +254,6 @@ class ShardedLoss:
         return on_devices(without_depth(params), weights.layers, weights.step_sizes, tokens, valid)
 
 
-def flattened(array: Shaped[Array, "B S ..."]) -> Shaped[Array, "N ..."]:
-    """The positions of all examples on one axis."""
-    return array.reshape(-1, *array.shape[2:])
-
-
 def without_depth(params: dict) -> dict:
     """The parameters that aren't depth weights."""
     return {name: value for name, value in params.items() if name != "depth"}
@@ -273,10 +270,9 @@ def sum_over_devices(total: Float[Array, ""], scored: Float[Array, "B S"]) -> tu
 
 
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
-    """The microbatches of a batch. The m-th has rows m, m + parts, ..., so every device has a share of each.
+    """The microbatches of a batch, which they must divide.
 
-    Raises:
-        UserError: if they don't divide the batch.
+    The m-th has rows m, m + parts, ..., so every device has a share of each.
     """
     if len(array) % parts:
         raise UserError(f"microbatches: must divide the batch ({len(array)} examples), but it is {parts}")

@@ -56,11 +56,7 @@ def check_unchanged(about: About, saved: About, workdir: epath.PathLike) -> None
 
 
 def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathLike) -> None:
-    """Check that a run whose newest checkpoint has the config `saved` has one from before its decay, if it needs one.
-
-    Raises:
-        UserError: if not, or if it is given no more steps.
-    """
+    """Check that a run that saved `saved` is given more steps, and has a checkpoint of before its decay, if need be."""
     limit, steps = last_stable(config, saved), steps_of(folder_of(workdir))
     if limit is None or steps[-1] <= limit:
         return

@@ -96,11 +96,7 @@ class Run:
 
 
 def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
-    """The config with the model of its base, if it has one, checked for all devices. All processes call this together.
-
-    Raises:
-        UserError: if it has an error, or isn't the same on all processes.
-    """
+    """The config with the model of its base, if it has one, checked for all devices and to be the same on all hosts."""
     check_fields(config)
     with hosts.all_succeed("the base"):
         config = finetune.inherit(config, workdir, given)
@@ -166,8 +162,7 @@ def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:
 def open_run(run: Run) -> Iterator[Run]:
     """The run with its checkpoints, and its folder locked against other runs. Saves are complete at the block's end.
 
-    Raises:
-        UserError: if the newest checkpoint can't be resumed with this config.
+    A UserError says if the newest checkpoint can't be resumed with this config.
     """
     config, folder = run.config, run.folder
     with contextlib.ExitStack() as stack:
@@ -279,8 +274,7 @@ def check_room(run: Run, step: int | None) -> None:
 def restored(run: Run, step: int) -> dict | None:
     """The state of a checkpoint; None if it is damaged and has been set aside. All processes call this together.
 
-    Raises:
-        UserError: if it can't be read and stays, or if this process couldn't read it while others can.
+    A UserError says if it can't be read and stays, or if this process couldn't read it while others can.
     """
     if step < run.config.steps:
         print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)

@@ -88,10 +88,8 @@ def teacher_field(config: ConfigDict) -> str:
 def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike) -> ConfigDict | None:
     """The config of a run with the model of its teacher, in the run's types; None if there is no teacher.
 
-    The run's own newest checkpoint has that model, so once there is one, the teacher's run isn't needed.
-
-    Raises:
-        UserError: if it can't be read, or doesn't suit the run or its devices.
+    The run's own newest checkpoint has that model, so once there is one, the teacher's run isn't needed. A UserError
+    says if it doesn't suit the run or its devices.
     """
     if not config.teacher_weight:
         return None
@@ -117,11 +115,7 @@ def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike
 
 
 def record_of_teacher(config: ConfigDict, about: About) -> dict:
-    """What a new run records about its teacher: that of `base_of`, and its model.
-
-    Raises:
-        UserError: if it was trained with another tokenizer than `about` has.
-    """
+    """What a new run records of its teacher: that of `base_of`, and its model."""
     field = teacher_field(config)
     record = base_of(config, about, field)
     return {**record, "model": config_of_base(config, field, record["step"]).model.to_dict()}

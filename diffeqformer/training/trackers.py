@@ -150,11 +150,7 @@ class InThread:
 
 
 def check_installed(names: str) -> None:
-    """Check that there are the packages of a config's trackers.
-
-    Raises:
-        UserError: if one is missing.
-    """
+    """Check that there are the packages of a config's trackers."""
     for name in set(names.split(",")) & set(SERVICES):
         found = importlib.util.find_spec(name)
         if not (found and found.origin):  # a folder of that name, such as wandb's own, would be found without one

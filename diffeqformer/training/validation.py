@@ -6,23 +6,20 @@ from collections.abc import Iterator
 
 import jax
 from clu import metrics
-from ml_collections import ConfigDict
 
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.store import Split
 from diffeqformer.training.step import Program
 
 
-def validate(
-    program: Program, params: dict, split: Split, config: ConfigDict, num_steps: int | None = None
-) -> dict[str, float]:
+def validate(program: Program, params: dict, split: Split, num_steps: int | None = None) -> dict[str, float]:
     """Loss (nats per token), perplexity and bits per byte of a whole split, in `num_steps` steps (None: the config's).
 
     Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
     which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text; NaN
     if it has unknown ids, behind which can be any text.
     """
-    weights = program.for_evaluation(params, num_steps)  # once, for all batches
+    config, weights = program.config, program.for_evaluation(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
     show = show_progress("validation")
     shape = config.batch_size, config.sequence_length

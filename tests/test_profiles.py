@@ -121,11 +121,13 @@ def clock(monkeypatch):
 
 def test_a_clock_goes_on_over_another_record(clock):
     """As when a damaged checkpoint is set aside after compilation."""
-    watch = goodput.Stopwatch(clock.seconds, {"began": 400.0, "steps": 300.0}, 8)
+    watch = goodput.Stopwatch(clock.seconds)
+    watch.resume({"began": 400.0, "steps": 300.0}, 8)
     clock.seconds += 100
     watch.lap("compilation")
-    watch = watch.after({"began": 400.0, "steps": 200.0, "compilation": 7.0}, 6)
-    assert (watch.began, watch.seconds["steps"], watch.seconds["compilation"]) == (400.0, 200.0, 107.0)
+    watch.resume({"began": 400.0, "steps": 200.0, "compilation": 7.0}, 6)
+    found = watch.record()
+    assert (found["began"], found["steps"], found["compilation"]) == (400.0, 200.0, 107.0)
 
 
 def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch, one_device_loop, clock, capsys):
@@ -166,7 +168,8 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
 
 
 def test_goodput_without_the_record_of_an_earlier_version_and_with_a_clock_that_was_set_back(clock):
-    resumed = goodput.Stopwatch(clock.seconds, None, step=4000)
+    resumed = goodput.Stopwatch(clock.seconds)
+    resumed.resume(None, step=4000)
     clock.seconds += 30
     resumed.lap("start-up")
     clock.seconds += 90
@@ -174,5 +177,6 @@ def test_goodput_without_the_record_of_an_earlier_version_and_with_a_clock_that_
     line = "goodput: train steps took 75.0% of the 2:00 since step 4,000; start-up 25.0%"
     assert goodput.describe(resumed.record()) == line
     clock.seconds -= 10_000
-    again = goodput.Stopwatch(clock.seconds, resumed.record(), step=5000)
+    again = goodput.Stopwatch(clock.seconds)
+    again.resume(resumed.record(), step=5000)
     assert goodput.describe(again.record()) == line

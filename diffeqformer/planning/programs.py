@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint
 from diffeqformer.depth.depths import chunk_length, longest_grid
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_params
@@ -24,7 +23,7 @@ from diffeqformer.solvers.checkpointing import schedule
 from diffeqformer.training import finetune
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
-from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model
+from diffeqformer.transformer import MODELS, abstract_model, divide_copies, partition_specs, split_model
 
 
 def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
@@ -64,11 +63,11 @@ def computed_again(config: ConfigDict, num_steps: int) -> float:
 
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
     """The start of a run from a base: its weights at the times of the grid, unless it goes on, then the first state."""
-    base = checkpoint.load_config(*finetune.chosen_base(config.base), "config.base")
+    base = finetune.config_of_base(config)
     model = abstract_model(base)
     graph, params = split_model(model)
     params = placed(params, shardings(divide_copies(model, program.mesh), partition_specs(model)))
-    if not finetune.goes_on(config):
+    if not MODELS[config.model.kind].weights.generated:
         arguments = graph, params, config.model.num_steps, jnp.dtype("float32"), config.model.solver
         made = compile_for_tpu("weights of the base", discretized_params.lower(*arguments), size_of(params))
         yield made

@@ -203,11 +203,6 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     opened = load_base(config, step, mesh)
     if config.model.solver != (theirs := opened.config.model.solver):
         print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
-    if goes_on(config):
+    if MODELS[config.model.kind].weights.generated:
         return split_model(opened.model)[1]
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]
-
-
-def goes_on(config: ConfigDict) -> bool:
-    """Whether a run from a base, with the config of `inherit`, keeps the base's hypernetwork."""
-    return MODELS[config.model.kind].weights.generated

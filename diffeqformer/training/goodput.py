@@ -15,25 +15,17 @@ class Stopwatch:
 
     Args:
         started: `time.monotonic()` when this process began.
-        saved: the newest checkpoint's record; None for a new run, or if an earlier version wrote the checkpoint.
-        step: training step of that checkpoint, or 0. Without a record, counting begins with this process.
     """
 
-    def __init__(self, started: float, saved: dict | None = None, step: int = 0):
+    def __init__(self, started: float):
         self.started = self.last = started
-        began = time.time() - (time.monotonic() - started)
-        record = {"began": began, "from_step": step, **(saved or {})}
-        self.began, self.from_step = record["began"], record["from_step"]
-        self.before = {cause: record.get(cause, 0.0) for cause in CAUSES}
-        self.seconds = dict(self.before)
+        self.seconds = dict.fromkeys(CAUSES, 0.0)  # of this process
+        self.resume(None, 0)
 
-    def after(self, saved: dict | None, step: int) -> "Stopwatch":
-        """This process's clock as it stands, with another checkpoint's record before it (see `Stopwatch`)."""
-        other = Stopwatch(self.started, saved, step)
-        other.last = self.last
-        for cause in CAUSES:
-            other.seconds[cause] += self.seconds[cause] - self.before[cause]
-        return other
+    def resume(self, saved: dict | None, step: int) -> None:
+        """Take the record of a checkpoint, saved at a step, as what was before this process; None: nothing is known."""
+        began = time.time() - (time.monotonic() - self.started)
+        self.earlier = {"began": began, "from_step": step, **(saved or {})}
 
     def lap(self, cause: str) -> float:
         """Count the time since the last lap under a cause, and return it in seconds."""
@@ -47,8 +39,10 @@ class Stopwatch:
 
         The clock of the first process can be ahead of this one's. No cause takes longer than all the time, though.
         """
-        elapsed = max(time.time() - self.began, sum(self.seconds.values()))
-        return {"began": self.began, "from_step": self.from_step, "elapsed": elapsed, **self.seconds}
+        began, from_step = self.earlier["began"], self.earlier["from_step"]
+        seconds = {cause: self.earlier.get(cause, 0.0) + own for cause, own in self.seconds.items()}
+        elapsed = max(time.time() - began, sum(seconds.values()))
+        return {"began": began, "from_step": from_step, "elapsed": elapsed, **seconds}
 
 
 def goodput(record: dict) -> dict[str, float]:

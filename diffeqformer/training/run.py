@@ -225,7 +225,8 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
             saved = checkpoint.read_about(folder, step)
         kept = {name: getattr(saved, name) for name in ("base", "teacher", "validation_due", "time_spent")}
         about = dataclasses.replace(run.about, **kept, earlier_rates=resuming.earlier_rates(saved, step, run.config))
-        run = dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
+        run = dataclasses.replace(run, about=about)
+        run.clock.resume(saved.time_spent, step)
         check_room(run, step)
         if (state := restored(run, step)) is not None:
             # Wait for all of it: after a failed allocation, a single scalar may never be ready.

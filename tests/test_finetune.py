@@ -202,7 +202,6 @@ def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_
     """
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     monkeypatch.chdir(tmp_path)
     steps = 6 if kind == "diffeqformer" else 3

@@ -1,7 +1,7 @@
 """Traces of chosen steps, utilisation, and where a run's time goes."""
 
-import pathlib
 import types
+from unittest import mock
 
 import jax
 import pytest
@@ -20,7 +20,6 @@ SCORES = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}
 def test_a_run_traces_its_steps_and_knows_its_utilisation(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
     monkeypatch.setattr(utilisation, "PEAKS", {"cpu": 1e12})  # of a pretended device
     monkeypatch.setattr(hooks, "validate", lambda *_: SCORES)
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     config = toy_config(
         "shared", steps=5, log_every=4, profile_steps="3-4", data__dir=str(short_stores), model__dtype="bfloat16",
         model__training_depths="1,2",
@@ -65,50 +64,29 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
     assert utilisation.step_flops(config) == tokens * (4 * frozen + head)
 
 
-@pytest.fixture
-def traced(tmp_path, monkeypatch):
-    """Calls a trace of steps 4 to 6 as a run does, and returns what it asked of JAX and the folders that it wrote."""
-
-    def call(steps, stop=None):
-        calls, folder = [], []
-
-        def start(local, profiler_options):
-            folder.append(pathlib.Path(local) / "plugins" / "profile" / "now")
-            calls.append("start")
-
-        def stopped():
-            folder[0].mkdir(parents=True)
-            (folder[0] / "host.xplane.pb").write_text(f"{calls}")
-            calls.append("stop")
-
-        monkeypatch.setattr(jax.profiler, "start_trace", start)
-        monkeypatch.setattr(jax.profiler, "stop_trace", stopped)
-        monkeypatch.setattr(jax, "block_until_ready", calls.append)
-        trace = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0))
-        for step in steps:
-            trace.before(step, {"after": step - 1})
-            trace.after(step, {"after": step}, step == stop)
-        assert not folder or not folder[0].exists()
-        written = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*")
-        return calls, {at.name for at in written if (at / "host.xplane.pb").read_text() == f"{calls[:-1]}"}
-
-    return call
+def test_a_trace_has_the_steps_from_the_start_of_a_process_to_its_end_and_replaces_an_earlier_one(tmp_path):
+    """It waits for devices around them: until the state of the step before is ready, and that of the last one."""
+    for _ in range(2):
+        trace, waited = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0)), []
+        with mock.patch.object(jax, "block_until_ready", waited.append):
+            for step in (5, 6, 7):
+                trace.before(step, {"after": step - 1})
+                trace.after(step, {"after": step}, stopping=False)
+        assert waited == [{"after": 4}, {"after": 6}]
+    trace = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0))
+    trace.before(4, {})
+    trace.after(4, {}, stopping=True)
+    files = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")
+    assert sorted(file.parent.name for file in files) == ["steps-4-4", "steps-5-6"]
 
 
-def test_a_trace_waits_for_devices_around_its_steps_only(traced, tmp_path):
-    around = [{"after": 3}, "start", {"after": 6}, "stop"]
-    assert traced(range(1, 9)) == (around, {"steps-4-6"})
-    assert traced(range(5, 9)) == ([{"after": 4}, "start", {"after": 6}, "stop"], {"steps-5-6"})  # resumed after step 4
-    assert traced(range(1, 6), stop=5) == ([{"after": 3}, "start", {"after": 5}, "stop"], {"steps-4-5"})
-    assert traced(range(7, 9)) == ([], set())
-    assert traced(range(1, 9)) == (around, {"steps-4-6"})  # in place of the first one
-
-
-def test_a_run_goes_on_if_its_trace_can_not_be_written(traced, tmp_path, capsys):
+def test_a_run_goes_on_if_its_trace_can_not_be_written(tmp_path, capsys):
     (tmp_path / "tensorboard").touch()
-    assert traced(range(1, 9))[0][-1] == "stop"
+    trace = profile.Trace(range(4, 5), tmp_path, goodput.Stopwatch(0.0))
+    trace.before(4, {})
+    trace.after(4, {}, stopping=False)
     said = capsys.readouterr().out
-    assert "steps-4-6: the trace can't be written: " in said and said.endswith("; the run continues\n")
+    assert "steps-4-4: the trace can't be written: " in said and said.endswith("; the run continues\n")
 
 
 @pytest.fixture
@@ -117,17 +95,6 @@ def clock(monkeypatch):
     now = types.SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(goodput, "time", types.SimpleNamespace(monotonic=lambda: now.seconds, time=lambda: now.seconds))
     return now
-
-
-def test_a_clock_goes_on_over_another_record(clock):
-    """As when a damaged checkpoint is set aside after compilation."""
-    watch = goodput.Stopwatch(clock.seconds)
-    watch.resume({"began": 400.0, "steps": 300.0}, 8)
-    clock.seconds += 100
-    watch.lap("compilation")
-    watch.resume({"began": 400.0, "steps": 200.0, "compilation": 7.0}, 6)
-    found = watch.record()
-    assert (found["began"], found["steps"], found["compilation"]) == (400.0, 200.0, 107.0)
 
 
 def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch, one_device_loop, clock, capsys):
@@ -149,7 +116,6 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
     monkeypatch.setattr(run, "check_memory", lambda *_, **__: passes(100))
     monkeypatch.setattr(hooks, "validate", lambda *_: passes(10, SCORES))
     monkeypatch.setattr(checkpoint, "save", lambda *args: passes(5, save(*args)))
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     with pytest.raises(UserError, match="died at step 4"):
         loop.train(config, tmp_path, started=clock.seconds)
     assert checkpoint.load(tmp_path).about.time_spent == {
@@ -168,7 +134,9 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
 
 
 def test_goodput_without_the_record_of_an_earlier_version_and_with_a_clock_that_was_set_back(clock):
+    """And after a damaged checkpoint, whose record doesn't count."""
     resumed = goodput.Stopwatch(clock.seconds)
+    resumed.resume({"began": 400.0, "steps": 200.0}, step=5000)
     resumed.resume(None, step=4000)
     clock.seconds += 30
     resumed.lap("start-up")

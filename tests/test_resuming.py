@@ -9,10 +9,8 @@ import pytest
 from diffeqformer import compare, inspect
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
-from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.training import loop, resuming, run
-from diffeqformer.training.optimizer import learning_rate_schedule
 from diffeqformer.training.room import train_step_by_shapes
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import split_model
@@ -36,22 +34,9 @@ def stop(calls: list) -> None:
         raise KeyboardInterrupt
 
 
-def test_the_rate_before_the_decay_does_not_depend_on_the_steps():
-    config = toy_config(steps=100, **WSD, optimizer__learning_rate=1.0, optimizer__final_fraction=0.2)
-    rates = [float(learning_rate_schedule(config)(step)) for step in range(100)]
-    assert rates[:4] == [0.0, 0.5, 1.0, 1.0] and set(rates[2:51]) == {1.0}
-    np.testing.assert_allclose(rates[50:], np.linspace(1, 0.2, 51)[:-1], rtol=1e-5)
-    longer = learning_rate_schedule(change(config, steps=300))
-    assert [float(longer(step)) for step in range(150)] == rates[:50] + [1.0] * 100
-    assert float(learning_rate_schedule(change(config, optimizer__warmup_steps=0))(0)) == 1.0
-    with pytest.raises(UserError, match="^config.optimizer.warmup_steps: must not be above the steps before the decay"):
-        check_config(change(config, optimizer__warmup_steps=151), 1)
-
-
 @pytest.mark.long
 def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores, monkeypatch, one_device_loop):
     """Bit for bit, with its curves; what it was before stays, also if moving it was interrupted."""
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     config, ours = short(short_stores), tmp_path / "ours"
     long = split_model(loop.train(change(short(short_stores), steps=16), tmp_path / "long"))[1]
     first = split_model(loop.train(config, ours))[1]
@@ -80,7 +65,6 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
 @pytest.mark.long
 def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
     """Resumed where there is more memory, it takes fewer."""
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     tried = Program(short(short_stores, microbatches=2), ONE_DEVICE)
     room_for_two = int(sum(train_step_by_shapes(tried).values()) / 0.9) + 1
     for steps, memory, number in ((4, room_for_two, 2), (8, None, 1)):
@@ -93,9 +77,8 @@ def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, mon
 
 
 @pytest.mark.long
-def test_a_lower_rate_makes_another_run(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
+def test_a_lower_rate_makes_another_run(tmp_path, short_stores, one_device_loop, capsys):
     """Which the log, the curve, `inspect` and `compare` say. Adapters find their frozen weights from both folders."""
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     base = toy_config("gpt")
     save_params(tmp_path / "base", base, {1: split_model(lively_model(**base.model))[1]}, data_sha256="")
     config = short(short_stores, model__lora_rank=2, base=str(tmp_path / "base"), optimizer__learning_rate=1e-3)

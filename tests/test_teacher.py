@@ -91,7 +91,6 @@ def test_a_resumed_run_keeps_the_teacher_that_it_began_with(tmp_path, short_stor
     theirs, text = toy_config("gpt"), {"data__dir": str(short_stores), "steps": 4, "teacher_weight": 1.0}
     params = drawn(theirs.model)[1]
     save_params(tmp_path / "teacher", theirs, {3: params})
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     config = toy_config("shared", teacher=str(tmp_path / "teacher"), **text)
     whole = split_model(loop.train(config, tmp_path / "whole"))[1]

@@ -88,7 +88,6 @@ def test_a_service_that_fails_is_said_once_and_the_run_goes_on(
 ):
     service(Failing)
     monkeypatch.setattr(loop, "check_installed", lambda _: None)
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(hooks, "validate", lambda *_: dict(SCORES))
     loop.train(toy_config("gpt", steps=4, tracker="wandb,tensorboard", data__dir=str(short_stores)), tmp_path)
     printed = capsys.readouterr()
@@ -165,7 +164,6 @@ def test_a_service_has_what_tensorboard_has(
     """After three steps, a start from the checkpoint before the last, and one more step; at two depths."""
     for variable, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", tmp_path), ("TRACKIO_DIR", tmp_path)):
         monkeypatch.setenv(variable, str(value))
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(hooks, "validate", lambda *_: dict(SCORES))
     folder, told = tmp_path / "run", iter([False, False, True])
     options = {"tracker": f"{name},tensorboard", "data__dir": str(short_stores), "model__training_depths": "1,6"}

@@ -28,7 +28,6 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import hooks, loop, optimizer, resuming, run
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.training.validation import validate
-from diffeqformer.transformer import abstract_model
 from helpers import (
     FAMILY,
     ONE_DEVICE,
@@ -78,57 +77,6 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     assert len({round(loss, 4) for loss in losses}) == 3  # another mask at another step
 
 
-def decaying(kind: str, field: str = "gpt", decay: str = "as_published") -> tuple[set[str], set[str]]:
-    """The names of a model's parameters that decay, and of those that don't."""
-    mask = optimizer.decay_mask(abstract_model(toy_config(kind, field)), decay)
-    leaves = jax.tree_util.tree_leaves_with_path(mask)
-    names = {jax.tree_util.keystr(path, simple=True, separator="/"): decays for path, decays in leaves}
-    return {name for name in names if names[name]}, {name for name in names if not names[name]}
-
-
-def test_decay_follows_the_published_masks_or_takes_everything_or_matrices():
-    embeddings = {"token_embedding", "position_embedding"}
-    gpt = embeddings | {f"depth/layers/{name}/kernel" for name in ("qkv", "attention_out", "mlp_up", "mlp_down")}
-    names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down")
-    llama = {"token_embedding", *(f"depth/layers/{name}/kernel" for name in names)}
-    for kinds, field, expected in (
-        (("diffeqformer", "alternative"), "gpt", embeddings),
-        (("gpt", "shared", "discretized", "looped"), "gpt", gpt),
-        (("llama", "shared", "discretized"), "llama", llama),
-    ):
-        assert [decaying(kind, field)[0] for kind in kinds] == [expected] * len(kinds)
-    every_llama = [decaying(kind, "llama") for kind in ("diffeqformer", "alternative", "looped")]
-    every = [decaying(kind, decay="everything") for kind in ("diffeqformer", "discretized")]
-    assert not any(spared for _, spared in every_llama + every)
-    assert decaying("gpt", decay="matrices")[0] == decaying("shared", decay="matrices")[0] == gpt
-    spared = decaying("discretized", decay="matrices")[1]
-    assert len(spared) == 10 and spared == {n for n in every[1][0] if n.endswith(("bias", "scale", "shift"))}
-    spared = {name.rpartition("/")[2] for name in decaying("diffeqformer", decay="matrices")[1]}
-    assert spared == {"lin1_bias", "lin2_bias", "scale", "shift"}
-
-
-def test_learning_rate_warms_up_and_falls_to_a_tenth():
-    rate = optimizer.learning_rate_schedule(toy_config(steps=1000))
-    assert rate(0) == 0 and rate(5) == pytest.approx(3e-4) and rate(10) == pytest.approx(6e-4)
-    assert rate(505) == pytest.approx(6e-4 * 0.55) and rate(1000) == pytest.approx(6e-5)
-    for fraction, steps, step in ((0.0, 1, 0), (1.0, 10, 9)):  # with no warm-up, and with nothing else
-        config = toy_config(steps=steps, optimizer__warmup_fraction=fraction)
-        assert optimizer.learning_rate_schedule(config)(step) == pytest.approx(6e-4)
-
-
-def test_an_update_is_clipped_adamw_with_decay_of_some():
-    config = toy_config("gpt", steps=10, optimizer__warmup_fraction=0.0, optimizer__clip_norm=0.5)
-    params = {"kernel": jnp.array([1.0, -2.0]), "scale": jnp.array([3.0])}
-    gradients = {"kernel": jnp.array([3.0, 0.0]), "scale": jnp.array([4.0])}  # of norm 5
-    adamw = optimizer.make_optimizer(config, {"kernel": True, "scale": False})
-    updates, state = jax.jit(adamw.update)(gradients, adamw.init(params), params)
-    np.testing.assert_allclose(updates["scale"], -6e-4, rtol=1e-5)  # the first step of Adam has the gradient's sign
-    np.testing.assert_allclose(updates["kernel"], [-6e-4 * (1 + 0.1), 6e-4 * 0.1 * 2], rtol=1e-5)
-    moments = optax.tree_utils.tree_get(state, "mu")
-    np.testing.assert_allclose(moments["scale"], 0.1 * 4.0 * 0.5 / 5, rtol=1e-5)
-    np.testing.assert_allclose(optax.tree_utils.tree_get(state, "nu")["scale"], 0.001 * 0.4**2, rtol=1e-4)
-
-
 def test_evaluation_scores_every_token_but_the_first_of_each_window():
     """Of all batches, and of the last one, which has padding; nothing of the five ids that fill no window."""
     config = toy_config(batch_size=4, sequence_length=16)
@@ -154,7 +102,6 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     ended, count, of_another_start = [], Progress.train, TensorBoard(tmp_path, 0)  # which saved nothing
     of_another_start.scalars(0, "validation", {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
     of_another_start.finish()
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
         patch.setattr(Progress, "train", lambda progress, step, of: ended.append(step) or count(progress, step, of))
@@ -172,7 +119,6 @@ def test_a_run_needs_neither_its_text_nor_its_tokenizer_again(
     tmp_path, sentencepiece_file, one_device_loop, monkeypatch
 ):
     """It goes on in another folder, with its store where it was. Another run begins with the store alone."""
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.chdir(tmp_path)
     tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     folder, model = tmp_path / "stores" / f"mine-{tokenizer.name}", shutil.copy(sentencepiece_file, "spm.model")
@@ -251,30 +197,17 @@ def with_other_hash(splits: dict[str, Split], name: str) -> dict[str, Split]:
 def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
-    config = toy_config("gpt", steps=6, checkpoint_every=2, seed=7, data__dir=str(short_stores))
-    real, read, seen = Program, Split.batch, []
+    """A rate of 1e38 lets the third step diverge."""
+    changes = {"optimizer__learning_rate": 1e38, "optimizer__warmup_fraction": 0.5, "data__dir": str(short_stores)}
+    config = toy_config("gpt", steps=6, checkpoint_every=2, seed=7, **changes)
+    read, seen = Split.batch, []
     monkeypatch.setattr(Split, "batch", lambda *args, **rows: seen.append((args[1], args[4])) or read(*args, **rows))
-
-    def poisoned(config, mesh, teacher=None):
-        program = real(config, mesh)
-        step = program.train_step
-
-        def train_step(state, tokens, num_steps):
-            bad = int(state["step"]) == 3  # the fourth step
-            state, scalars = step(state, tokens, num_steps)
-            return state, {**scalars, "gradient_norm": scalars["gradient_norm"] * (np.nan if bad else 1.0)}
-
-        train_step.lower = step.lower
-        program.train_step = train_step
-        return program
-
-    monkeypatch.setattr(run, "Program", poisoned)
-    sentence = r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; start again in another "
+    sentence = r"^loss: it is .* at step 3; the last good checkpoint is step 2 in .*; start again in another "
     with pytest.raises(UserError, match=sentence):
         loop.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2
     # Step n takes batch n - 1: a shift is unseen when two runs are compared.
-    assert sorted(set(seen))[:4] == [(n, 7) for n in range(4)]
+    assert sorted(set(seen))[:3] == [(n, 7) for n in range(3)]
 
     monkeypatch.undo()
     about = checkpoint.load(tmp_path).about

@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
-from diffeqformer.training.loss import ShardedLoss, split_batch
+from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, first_state, lively_model, loss_and_gradient, tokens_of, toy_config
@@ -99,10 +99,6 @@ def test_the_gradient_of_shared_weights_adds_up_in_float32(remat, solver):
         return np.linalg.norm(mine - exact) / np.linalg.norm(exact)
 
     assert error(96) < 1.25 * error(12) and error(12) > 1e-3  # the products themselves are bf16
-
-
-def test_every_device_has_its_share_of_every_microbatch():
-    np.testing.assert_array_equal(split_batch(jnp.arange(8), 4), [[0, 4], [1, 5], [2, 6], [3, 7]])
 
 
 def test_the_train_step_takes_the_microbatches_of_its_config():

@@ -20,9 +20,13 @@ from diffeqformer.training.step import Program
 from helpers import first_state, normal, tokens_of, toy_config
 
 
-def plain_cross_entropy(x, matrix, targets, weights, vocab_size):
+def plain_cross_entropy(x, matrix, targets, weights, vocab_size, soft=None):
     logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)[:, :vocab_size]
-    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    if soft:
+        theirs = jax.nn.log_softmax((soft.states @ soft.matrix.T)[:, :vocab_size])
+        losses += soft.weight * optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), theirs)
+    return jnp.sum(weights * losses)
 
 
 def example(rows: int, dtype):
@@ -33,18 +37,22 @@ def example(rows: int, dtype):
     return jax.device_put((x, matrix, targets, weights))
 
 
+@pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("rows, dtype, close", [(24, "float32", 2e-6), (20, "bfloat16", 1e-2), (5, "float32", 2e-6)])
-def test_chunks_give_the_loss_and_gradient_of_all_logits(rows, dtype, close, monkeypatch):
-    """Whole chunks, a part of one, and less than one."""
+def test_chunks_give_the_loss_and_gradient_of_all_logits(rows, dtype, close, taught, monkeypatch):
+    """Whole chunks, a part of one, and less than one; also with the divergence from a teacher."""
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
     x, matrix, targets, weights = example(rows, dtype)
-    results = []
+    states, head = (jnp.float32(normal(np.random.RandomState(1), shape)) for shape in [(rows, 8), (48, 8)])
+    soft, results = cross_entropy.SoftTargets(states, head, 0.7) if taught else None, []
     for function in (cross_entropy.cross_entropy, plain_cross_entropy):
-        thrice = jax.value_and_grad(lambda x, m, function=function: 3 * function(x, m, targets, weights, 41), (0, 1))
+        thrice = jax.value_and_grad(
+            lambda x, m, function=function: 3 * function(x, m, targets, weights, 41, soft), (0, 1)
+        )
         value, gradient = jax.jit(thrice)(x, matrix)
         assert gradient[0].dtype == x.dtype and gradient[1].dtype == matrix.dtype
         results.append((value, *gradient))
-    alone = jax.jit(cross_entropy.cross_entropy, static_argnums=4)(x, matrix, targets, weights, 41)
+    alone = jax.jit(cross_entropy.cross_entropy, static_argnums=4)(x, matrix, targets, weights, 41, soft)
     assert 3 * alone == pytest.approx(float(results[0][0]), rel=1e-5)
     for ours, plain in zip(*results):
         ours, plain = np.float32(ours), np.float32(plain)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer import cross_entropy
 from diffeqformer.checkpoints.about import About
 from diffeqformer.config import check_config
 from diffeqformer.doctor import needs_of
@@ -20,7 +19,7 @@ from diffeqformer.training.room import train_step_by_shapes
 from diffeqformer.training.step import Program
 from diffeqformer.training.teacher import config_of_teacher, record_of_teacher
 from diffeqformer.transformer import split_model
-from helpers import ONE_DEVICE, change, drawn, first_state, lively_model, normal, save_params, tokens_of, toy_config
+from helpers import ONE_DEVICE, change, drawn, first_state, lively_model, save_params, tokens_of, toy_config
 from runs import curves
 
 
@@ -29,26 +28,6 @@ def whole_loss(logits, theirs, targets, weights, weight):
     ours, theirs = jax.nn.log_softmax(logits), jax.nn.log_softmax(theirs)
     losses = -jnp.take_along_axis(ours, targets[..., None], axis=-1)[..., 0]
     return jnp.sum(weights * (losses + weight * jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)))
-
-
-def test_chunks_give_the_divergence_of_all_logits(monkeypatch):
-    """And its gradient, with rows that fill up the vocabulary, and a last chunk that isn't full."""
-    monkeypatch.setattr(cross_entropy, "CHUNK", 8)
-    random = np.random.RandomState(0)
-    x, matrix, states, head = (jnp.float32(normal(random, size)) for size in ((20, 16), (48, 16), (20, 8), (48, 8)))
-    targets, weights = jnp.asarray(random.randint(41, size=20)), jnp.float32(random.rand(20))
-    soft = cross_entropy.SoftTargets(states, head, 0.7)
-
-    def chunked(x, matrix):
-        return cross_entropy.cross_entropy(x, matrix, targets, weights, 41, soft)
-
-    def whole(x, matrix):
-        return whole_loss((x @ matrix.T)[:, :41], (states @ head.T)[:, :41], targets, weights, 0.7)
-
-    found, expected = (jax.jit(jax.value_and_grad(function, (0, 1)))(x, matrix) for function in (chunked, whole))
-    assert chunked(x, matrix) == pytest.approx(float(found[0]), rel=1e-6)
-    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long

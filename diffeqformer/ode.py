@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
@@ -29,7 +29,6 @@ from diffeqformer.inference.perplexity import as_trained, depths_of
 from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import on_every_device
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, split_model
 
@@ -37,7 +36,6 @@ METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # the solvers compared
 
 
 def define_flags() -> None:
-    """The options of the command."""
     define_text_flags("ode")
     flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
     flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", 2, 15)
@@ -57,33 +55,27 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     kernels it is sqrt(3).
     """
     times = trained_times(model)
-    between = (times[1:] + times[:-1]) / 2
-    norms = jax.tree.map(float, _norms(*split_model(model), tuple(times), tuple(between)))
+    features = map(model.depth.features, (times, (times[1:] + times[:-1]) / 2))
+    norms = jax.tree.map(float, _norms(*split_model(model), *features))
     for row in norms.values():
         row["ratio"] = row["gap"] / row["half_change"] if row["half_change"] else math.nan
     return norms
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
-def _norms(graph, params, times, between):
-    model = nnx.merge(graph, params)
-    features = (model.depth.features(np.array(at)) for at in (times, between))
-    trained, middle = map(model.depth.from_features, features)
+@functools.partial(jax.jit, static_argnames="graph")
+def _norms(graph, params, features, features_between):
+    depth, norm = nnx.merge(graph, params).depth, functools.partial(jnp.linalg.norm, axis=(1, 2))
+    trained, middle = map(depth.from_features, (features, features_between))
     rows = {}
     for name, layer in trained.items():
-        if "kernel" not in layer:
-            continue
-        before, after = layer["kernel"][:-1], layer["kernel"][1:]
-        mean = (before + after) / 2
-        rows[name] = {
-            "gap": jnp.mean(_norm(middle[name]["kernel"] - mean) / _norm(mean)),
-            "half_change": jnp.mean(_norm(after - before) / 2 / _norm(mean)),
-        }
+        if "kernel" in layer:
+            before, after = layer["kernel"][:-1], layer["kernel"][1:]
+            mean = (before + after) / 2
+            rows[name] = {
+                "gap": jnp.mean(norm(middle[name]["kernel"] - mean) / norm(mean)),
+                "half_change": jnp.mean(norm(after - before) / 2 / norm(mean)),
+            }
     return rows
-
-
-def _norm(kernels: Float[Array, "T inputs outputs"]) -> Float[Array, "T"]:
-    return jnp.sqrt(jnp.sum(kernels * kernels, axis=(1, 2)))
 
 
 def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -98,8 +90,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
     )
 
     def entries_at(times):
-        features = model.depth.features(times)
-        return np.asarray(on_every_device(_entries(*split_model(model), features, name, rows, columns)))
+        return np.asarray(_entries(*split_model(model), model.depth.features(times), name, rows, columns))
 
     times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))
     return times, entries_at(times) - trained.mean(0), trained - trained.mean(0)
@@ -142,9 +133,7 @@ def perplexities(
     for name, (solver, num_steps) in grids(model, depths).items():
         scorer = None
         try:
-            with hosts.all_succeed(name):  # or else all leave it out
-                scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
-                scorer.check_room(windows)
+            scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
             scores = scorer(windows)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
@@ -156,11 +145,6 @@ def perplexities(
         found[name] = math.exp(min(-log_probs.mean(), 700.0))
         print(f"  {name}: perplexity {plain(found[name])}", flush=True)
     return found
-
-
-@functools.partial(jax.jit, static_argnames="graph")
-def _first_state(graph, params, tokens):
-    return nnx.merge(graph, params).embed(tokens, Context())
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -179,7 +163,7 @@ def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
     features, chunks = model.depth.features(grid.times), num_steps // model.num_steps
     for here, step_sizes in zip(np.split(features, chunks), np.split(grid.step_sizes, chunks)):
         x = _advance(graph, params, here, step_sizes, x)
-    return np.asarray(on_every_device(x), np.float64)
+    return np.asarray(x, np.float64)
 
 
 def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements: int) -> dict:
@@ -189,7 +173,7 @@ def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements:
     of x(1). All in fp32. For `orders` and their grids see `observed_order`.
     """
     model = model.replace(dtype=jnp.dtype(jnp.float32))
-    x = _first_state(*split_model(model), tokens)
+    x = model.embed(jnp.asarray(tokens), Context())
     numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
     exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
     found = {"num_steps": numbers, "errors": {}, "orders": {}, "grids_of_orders": {}}
@@ -261,8 +245,8 @@ def table(results: dict) -> str:
 
 
 def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
-    """Plot entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
-    figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))
+    """Plot entries of a kernel over time, and errors against steps."""
+    figure, [[over_time, errors]] = new_figure(1, 2, (13, 4.5))
     times, values, at_trained = curves
     for entry in range(values.shape[1]):
         over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
@@ -270,24 +254,6 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     over_time.set(
         title="a few weights over time; dots: trained", xlabel="t", ylabel="weight, less its mean at the dots"
     )
-
-    smooth.bar(results["smoothness"].keys(), [row["ratio"] for row in results["smoothness"].values()])
-    smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
-    smooth.set(
-        xlabel="layer",
-        ylabel="as a share of half the neighbours' difference",
-        title="between trained times: distance from neighbours' mean",
-    )
-    smooth.tick_params(axis="x", rotation=20)
-    smooth.legend()
-
-    names, values = zip(*reversed(results["perplexities"].items()))
-    grids.plot(values, names, "o")
-    for number, value in enumerate(values):
-        grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
-    grids.set(title="on other grids", xlabel="perplexity", ylabel="grid")
-    log_if_wide(grids, "x")
-    grids.margins(x=0.15)
 
     found = results["convergence"]
     for method, series in found["errors"].items():
@@ -302,7 +268,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     errors.minorticks_off()
     log_if_wide(errors)
     errors.legend()
-    for axis in (over_time, smooth, grids, errors):
+    for axis in (over_time, errors):
         axis.grid(alpha=0.3)
     figure.suptitle(table(results).splitlines()[0])
     figure.savefig(path, dpi=120)
@@ -310,7 +276,8 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
 
 def examine(options) -> dict:
     """Examine a checkpoint according to the options, then write and print the results."""
-    opened = checkpoint.load_on_all(options.workdir, options.step)
+    hosts.check_one("ode: this command")
+    opened = checkpoint.load(options.workdir, step=options.step)
     model, config = opened.model, opened.config.model
     if not model.depth.generated or model.num_steps < 2:
         raise UserError(
@@ -319,18 +286,9 @@ def examine(options) -> dict:
         )
     model.grid(model.num_steps * 2 ** (options.refinements + 1))  # the reference's, which may not be too fine
     window = window_size(options.window, opened.config, model.max_length, "--window")
-    task, files, folder = None, None, None  # of process 0, which alone reads and writes
-    ids, number = np.zeros((options.windows, window), np.int32), 0
-    with hosts.all_succeed("the text"):
-        if hosts.is_first():
-            if options.output:  # before the work whose results it will hold
-                results_folder(options.output, options.workdir)
-            task, files, stored = text_of(options, opened)
-            windows = open_text(options, opened, task, files, stored, window, window).windows[: options.windows]
-            folder = results_folder(options.output, options.workdir, "ode")
-            ids[: len(windows)] = windows
-            number = len(windows)
-    ids = hosts.from_first(ids)[: hosts.from_first(np.array(number))]
+    task, files, stored = text_of(options, opened)
+    ids = open_text(options, opened, task, files, stored, window, window).windows[: options.windows]
+    folder = results_folder(options.output, options.workdir, "ode")
     results = {
         **header(options.workdir, opened),
         "time_frequency": config.time_frequency if model.depth.sinusoidal else None,
@@ -349,25 +307,17 @@ def examine(options) -> dict:
     results["perplexities"] = perplexities(model, depths_of(results), windows, options.batch_size)
     if not results["perplexities"]:
         raise UserError("--workdir: no grid of this model can be scored, see above; choose another checkpoint")
-    if folder:
-        write_json(folder / "results.json", results)
+    write_json(folder / "results.json", results)
     print("convergence", flush=True)
     with jax.default_matmul_precision("highest"):
         results["convergence"] = convergence(model, ids[:4, :-1], options.refinements)
-    if folder:
-        write_json(folder / "results.json", results)
-        write_text(folder / "results.md", table(results) + "\n")
-        plot(results, drawn, times, folder / "ode.png")
-        print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)
+    write_json(folder / "results.json", results)
+    write_text(folder / "results.md", table(results) + "\n")
+    plot(results, drawn, times, folder / "ode.png")
+    print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)
     return results
-
-
-def command() -> None:
-    with hosts.joined(flags.FLAGS):
-        examine(flags.FLAGS)
 
 
 if __name__ == "__main__":
     define_flags()
-    hosts.define_flags()
-    command_line.run(command)
+    command_line.run(lambda: examine(flags.FLAGS))

@@ -87,7 +87,6 @@ def test_a_field(changes, sentence):
         ("generate", ["--prompt=a", "--num_steps=1000000000"], "num_steps: must be at most 65,"),
         ("generate", ["--prompt=a", f"--samples={'9' * 5000}"], "flag --samples=9"),
         ("analyze", ["--parts=spectra", "--text=a"], "--text: has a meaning for sharpness or sensitivity or flow or "),
-        ("ode", ["--output=gs://a/b", "--files=absent"], "--output: must be a folder of this "),
         ("inspect", ["--step=last"], "--step: must be best or the step of a checkpoint in "),
     ],
 )

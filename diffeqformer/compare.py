@@ -7,7 +7,6 @@ Reads curves and configs alone, so it works on any machine, even while runs are 
 import itertools
 import json
 import math
-import os
 import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import REPLACED
-from diffeqformer.config import field_names, get_field
+from diffeqformer.config import fields_of, place
 from diffeqformer.config_fields import CHANGEABLE
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
@@ -49,8 +48,8 @@ class Validated(NamedTuple):
 
     def setting(self) -> dict:
         """What decides its result but for the seed: fields of the config, and the text by the hashes of its splits."""
-        names = [name for name in field_names(self.config) if name not in CHANGEABLE | {"seed"}]
-        fields = {name: get_field(self.config, name) for name in names} | {"model.num_steps": self.num_steps}
+        kept = {name: value for name, value in fields_of(self.config).items() if name not in CHANGEABLE | {"seed"}}
+        fields = kept | {"model.num_steps": self.num_steps}
         fields |= {"data": self.data_sha256[:8], "validation data": self.validation_sha256[:8]}
         rates = ", ".join(f"{rate:g} until step {step}" for step, rate in (self.earlier_rates or {}).items())
         return fields | ({"before": rates} if rates else {})
@@ -132,19 +131,18 @@ def table(groups: dict[str, list[Validated]]) -> str:
 def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
     """Plot the validation curves of all runs, and the mean of each group at the steps that all its runs have."""
     figure, [[panel]] = new_figure(1, 1, (11, 5))
-    sizes = {run.config.batch_size * run.config.sequence_length for runs in groups.values() for run in runs}
     for (line, colour), (label, runs) in zip(itertools.cycle(itertools.product(LINES, COLOURS)), groups.items()):
         label += f"; seed{'s' * (len(runs) > 1)} {distinct([run.config.seed for run in runs])}"
         for run in runs:
-            unit = run.config.batch_size * run.config.sequence_length if len(sizes) > 1 else 1
+            tokens = run.config.batch_size * run.config.sequence_length
             steps = sorted(run.curve)
             thin = {"linewidth": 0.8, "alpha": 0.5} if len(runs) > 1 else {"label": label}
-            panel.plot([unit * n for n in steps], [run.curve[n] for n in steps], f".{line}", color=colour, **thin)
+            panel.plot([tokens * n for n in steps], [run.curve[n] for n in steps], f".{line}", color=colour, **thin)
         if len(runs) > 1:
             steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
             means = [statistics.mean(run.curve[n] for run in runs) for n in steps]
-            panel.plot([unit * n for n in steps], means, line, color=colour, linewidth=2, label=label)
-    panel.set(xlabel="training tokens" if len(sizes) > 1 else "training step", ylabel="validation, bits per byte")
+            panel.plot([tokens * n for n in steps], means, line, color=colour, linewidth=2, label=label)
+    panel.set(xlabel="training tokens", ylabel="validation, bits per byte")
     curves = [[run.curve[n] for n in sorted(run.curve)] for runs in groups.values() for run in runs]
     highest = max(max(curve[len(curve) // 4 :]) for curve in curves)  # the first values would flatten all others
     lowest = min(map(min, curves))
@@ -159,8 +157,8 @@ def compare(folders: Sequence[str], output: str | None) -> None:
     A folder that is given twice counts once.
     """
     runs = []
-    once = {folder if "://" in folder else os.path.realpath(folder): folder for folder in reversed(folders)}
-    for folder in (folder for folder in reversed(once.values()) if not pathlib.Path(folder).is_file()):
+    once = {place(folder): folder for folder in folders if not pathlib.Path(folder).is_file()}
+    for folder in once.values():
         try:
             runs += read_run(folder)
         except UserError as error:
@@ -183,12 +181,10 @@ def compare(folders: Sequence[str], output: str | None) -> None:
 
 
 if __name__ == "__main__":
-    output_option = flags.DEFINE_string(
-        "output", None, "Folder for the results; by default comparisons/<date and time>."
-    )
+    output = flags.DEFINE_string("output", None, "Folder for the results; by default comparisons/<date and time>.")
 
     def command(*folders: str) -> None:
         jax.config.update("jax_platforms", "cpu")  # a running training may hold the accelerator
-        compare(folders, output_option.value)
+        compare(folders, output.value)
 
     command_line.run(command, arguments=True, verbosity=logging.FATAL)

@@ -153,7 +153,7 @@ def write_lines(
     return f"{counted(number + 1, 'text')} in {time.monotonic() - started:.1f} s"
 
 
-def main() -> None:
+if __name__ == "__main__":
     define_flags()
     hosts.define_flags()
 
@@ -165,7 +165,3 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     command_line.run(command, verbosity=logging.ERROR)
-
-
-if __name__ == "__main__":
-    main()

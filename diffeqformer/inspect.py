@@ -11,19 +11,18 @@ import jax
 import numpy as np
 from absl import flags, logging
 from etils import epath
-from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import REPLACED, Damaged, Step, best_step, once_more, steps_of
-from diffeqformer.config import base_config, field_names, get_field
+from diffeqformer.config import base_config, fields_of
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
 from diffeqformer.console.results import title
 from diffeqformer.errors import counted
 from diffeqformer.training import goodput
 
-BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
+ORIGINS = {"base": "began with the weights of", "teacher": "learns from", "materialized_from": "made from"}
 COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
 
 
@@ -34,26 +33,20 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
     The first three are computed in float64. They are None if no element is finite.
     """
     size, count, mean, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
-    flat_blocks = (block.reshape(-1) for block in blocks)
-    for part in (flat[start : start + BLOCK] for flat in flat_blocks for start in range(0, flat.size, BLOCK)):
-        block = part.astype(np.float64)
+    for block in blocks:
+        values = block.astype(np.float64)
+        finite = values[np.isfinite(values)]
         size += block.size
-        finite = np.isfinite(block)
-        block = block if finite.all() else block[finite]
-        if block.size:
-            here = float(block.mean())
-            delta, count = here - mean, count + block.size
-            squares += float(np.square(block - here).sum()) + delta**2 * block.size * (count - block.size) / count
-            mean += delta * block.size / count
-            largest = max(largest, float(np.abs(block).max()))
-            zeros += block.size - int(np.count_nonzero(block))
-    return {
-        "mean": mean if count else None,
-        "deviation": math.sqrt(squares / count) if count else None,
-        "largest": largest if count else None,
-        "zeros": zeros / size,
-        "not_finite": size - count,
-    }
+        if finite.size:
+            here = float(finite.mean())
+            delta, count = here - mean, count + finite.size
+            squares += float(np.square(finite - here).sum()) + delta**2 * finite.size * (count - finite.size) / count
+            mean += delta * finite.size / count
+            largest = max(largest, float(np.abs(finite).max()))
+            zeros += finite.size - int(np.count_nonzero(finite))
+    found = {"mean": mean, "deviation": math.sqrt(squares / max(count, 1)), "largest": largest}
+    found = found if count else dict.fromkeys(found)
+    return found | {"zeros": zeros / size, "not_finite": size - count}
 
 
 def parameters(
@@ -71,17 +64,6 @@ def parameters(
         row |= {"bytes": count * array.dtype.itemsize, "trains": trains}
         rows.append(row | (statistics(array.checked_blocks()) if with_statistics else {}))
     return rows
-
-
-def changed_fields(config: ConfigDict) -> list[str]:
-    """The dotted names of fields that differ from the default for a model of this kind, or that no longer exist."""
-    default = base_config("", config.model.kind)
-    known = field_names(default)
-    return [
-        name
-        for name in field_names(config)
-        if name != "name" and (name not in known or get_field(config, name) != get_field(default, name))
-    ]
 
 
 def history(curves: dict[str, dict[int, float]], group: str) -> list[dict]:
@@ -121,6 +103,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         frozen, recorded, remedy = checkpoint.open_frozen(workdir, about.base)
         rows += parameters(frozen, 0, recorded, False, with_statistics, remedy)
     curves, model = read_curves(workdir), config.model
+    fields, default = fields_of(config), fields_of(base_config("", model.kind))
     return {
         "workdir": str(workdir),
         "step": step,
@@ -138,17 +121,16 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "time_spent": about.time_spent,
         "goodput": goodput.goodput(about.time_spent) if about.time_spent else None,
         "tokenizer": {"name": about.tokenizer, "saved_characters": len(about.tokenizer_data)},
-        "config": {name: get_field(config, name) for name in field_names(config)},
-        "changed": changed_fields(config),
+        "config": fields,
+        "changed": [name for name, value in fields.items() if name != "name" and default.get(name) != value],
         "parameters": rows,
         "validation": history(curves, "validation"),
         "train": history(curves, "train"),
     }
 
 
-def columns(rows: Iterable[Iterable[str]]) -> list[str]:
+def columns(rows: list[list[str]]) -> list[str]:
     """Format rows as lines. The first cell of each is aligned on the left, the others on the right."""
-    rows = [list(row) for row in rows]
     width, *widths = (max(map(len, cells)) for cells in zip(*rows))
     return [
         "".join([f"  {first:{width}}", *(f"  {cell:>{wide}}" for cell, wide in zip(others, widths))]).rstrip()
@@ -171,11 +153,7 @@ def heading(found: dict) -> list[str]:
     ]
     if found["damage"]:
         lines.append(found["damage"])
-    for key, began in (
-        ("base", "began with the weights of"),
-        ("teacher", "learns from"),
-        ("materialized_from", "made from"),
-    ):
+    for key, began in ORIGINS.items():
         if found[key]:
             lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")
     for last, rate in (found["earlier_rates"] or {}).items():
@@ -201,7 +179,7 @@ def parameter_table(rows: list[dict]) -> list[str]:
 
 def parameter_lines(found: dict) -> list[str]:
     """The tables of trained and of frozen parameters, with totals, and a warning if any are not finite."""
-    rows, lines = found["parameters"], []
+    rows = found["parameters"]
     total = sum(row["count"] for row in rows)
     lines = [f"parameters: {total:,}, {sum(row['bytes'] for row in rows) / 1e6:,.1f} MB in memory"]
     for trains, where in ((True, f"checkpoints/{found['step']}"), (False, "frozen/0")):
@@ -218,17 +196,14 @@ def parameter_lines(found: dict) -> list[str]:
 
 def history_lines(found: dict) -> list[str]:
     """The results of every validation, and the last training scalars that were written."""
-    lines, names = ["history"], {"step": "{:,}", "loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
     if not found["validation"] and not found["train"]:
         return ["history: none, there are no curves in this folder"]
+    lines, names = ["history"], {"step": "{:,}", "loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
     if found["validation"]:
         at = [name for name in found["validation"][0] if name.startswith(BITS_AT)]  # the last may be half written
         names |= dict.fromkeys(at, "{:.4f}")
-        rows = [
-            [form.format(row[name]) if name in row else "" for name, form in names.items()]
-            for row in found["validation"]
-        ]
         titles = ["step", "loss", "perplexity", "bits/byte", *(f"at {name.removeprefix(BITS_AT)}" for name in at)]
+        rows = [[form.format(row[n]) if n in row else "" for n, form in names.items()] for row in found["validation"]]
         lines += columns([titles, *rows])
     if found["train"]:
         last = found["train"][-1]
@@ -246,7 +221,7 @@ def text(found: dict, all_fields: bool = False) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def main() -> None:
+if __name__ == "__main__":
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     step = command_line.define_step()
     everything = flags.DEFINE_boolean("all", False, "Show every field of the config.")
@@ -258,7 +233,3 @@ def main() -> None:
         print(text(found, everything.value))
 
     command_line.run(command, verbosity=logging.FATAL)
-
-
-if __name__ == "__main__":
-    main()

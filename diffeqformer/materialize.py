@@ -70,7 +70,7 @@ def materialize(
     return epath.Path(output)
 
 
-def main() -> None:
+if __name__ == "__main__":
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
     step = command_line.define_step()
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
@@ -85,7 +85,3 @@ def main() -> None:
         print(f"{folder}: {size_on_disk(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
     command_line.run(command, verbosity=logging.FATAL)
-
-
-if __name__ == "__main__":
-    main()

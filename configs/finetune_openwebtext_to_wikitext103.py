@@ -15,7 +15,7 @@ What to expect: not run. By the authors' Figure 5, perplexities of about 21.4 wi
 test split: compare them with `python -m diffeqformer.evaluate --split=test`, and the latter with `--step=best`, too.
 """
 
-from diffeqformer.published_finetuning import finetuning
+from diffeqformer.config import finetuning
 
 
 def get_config(mode: str = "full"):

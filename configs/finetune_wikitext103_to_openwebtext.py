@@ -8,7 +8,7 @@ Modes, shape, hardware and hyperparameters: as in configs/finetune_openwebtext_t
 What to expect: not run.
 """
 
-from diffeqformer.published_finetuning import finetuning
+from diffeqformer.config import finetuning
 
 
 def get_config(mode: str = "full"):

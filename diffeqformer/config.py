@@ -4,7 +4,6 @@ import os
 import textwrap
 from typing import Any
 
-from absl import flags
 from flax import traverse_util
 from ml_collections import ConfigDict
 
@@ -94,6 +93,39 @@ def as_recipe(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
+    """The paper's fine-tuning at another depth (section 6.2): GPT-medium's shape, pretrained in 18 steps.
+
+    Args:
+        pretraining, task: the two corpora.
+        mode: pretrain, full or lora. With the suffix -gpt: the same for the GPT baseline of 24 layers.
+
+    Raises:
+        UserError: if there is no such mode.
+    """
+    stage, _, model = mode.partition("-")
+    if stage not in ("pretrain", "full", "lora") or model not in ("", "gpt"):
+        raise UserError(
+            f"--config: must end with :pretrain, :full or :lora, or one of these with -gpt, but it is :{mode}"
+        )
+    first = f"pretrain_{pretraining}" + (f"-{model}" if model else "")
+    config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
+    config.name = first
+    config.steps, config.batch_size = 10_001, 256
+    config.eval_every = config.checkpoint_every = 200
+    config.optimizer.update(learning_rate=3e-4, decay="everything")
+    config.mesh.fsdp = 8
+    config.model.num_steps = 24 if model else 18
+    if stage == "pretrain":
+        config.data.task, config.microbatches, config.model.remat = pretraining, 4, "products"
+        config.model.update(width=1024, heads=16, mlp=4096, time_embed_dim=100, sinusoidal_dim=256, vocab_multiple=128)
+    else:
+        config.name, config.data.task, config.base = f"{pretraining}_to_{task}-{mode}", task, f"runs/{first}"
+        if stage == "lora":
+            config.model.update(lora_rank=200, lora_start="published")
+    return config
+
+
 def fields_of(config: ConfigDict) -> dict[str, Any]:
     """The values of all fields by their dotted names, in the order of these."""
     return dict(sorted(traverse_util.flatten_dict(config.to_dict(), sep=".").items()))
@@ -122,19 +154,18 @@ def explain() -> str:
 
 def check_fields(config: ConfigDict) -> None:
     """Check that a config has exactly the fields of `CONFIG_FIELDS`, of the same types."""
-    base = base_config("", "diffeqformer")
-    ours, theirs = field_names(base), field_names(config)
+    ours, theirs = fields_of(base_config("", "diffeqformer")), fields_of(config)
     for name in sorted({*ours, *theirs}):
         if name not in theirs:
             raise UserError(f"config.{name}: this field is missing; start a config from base_config")
         if name not in ours:
             raise UserError(f"config.{name}: there is no such field{did_you_mean(name, ours)}")
-        check_type(name, config, base)
+        check_type(name, theirs[name], ours[name])
 
 
-def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
-    """Check that a field has the type that it has in `base`. Whole numbers but the seed must fit into 32 bits."""
-    needed, value = type(get_field(base, name)), get_field(config, name)
+def check_type(name: str, value: Any, default: Any) -> None:
+    """Check that a field has the type of its default. Whole numbers but the seed must fit into 32 bits."""
+    needed = type(default)
     if not (type(value) is needed or (needed is float and type(value) is int)):
         raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
     if needed is int and not abs(value) < 2**31 and name != "seed":
@@ -154,10 +185,9 @@ def check_model(config: ConfigDict) -> None:
 
     What depends on several fields isn't checked, but for the heads: an earlier version may have allowed more.
     """
-    base = base_config("", "diffeqformer")
-    for name in field_names(base):
+    for name, default in fields_of(base_config("", "diffeqformer")).items():
         if name.startswith("model."):
-            check_type(name, config, base)
+            check_type(name, get_field(config, name), default)
     for rule in RULES:
         if (rule.field.startswith("model.") and rule.alone) or rule.field in OF_HEADS:
             check_rule(rule, config)
@@ -201,38 +231,28 @@ def sample_length(config: ConfigDict) -> int:
     return min(256, config.model.max_length)
 
 
+def overridden(arguments: list[str]) -> set[str]:
+    """The names in every `--config.FIELD=VALUE` among the command's arguments."""
+    names = (text.partition("=")[0].lstrip("-").removeprefix("no") for text in arguments if text.startswith("-"))
+    return {name.removeprefix("config.") for name in names if name.startswith("config.")}
+
+
 def check_overrides(arguments: list[str]) -> None:
-    """Check that every `--config.FIELD=VALUE` among the command's arguments names a field, with a value of its type."""
-    known = {f"config.{name}": value for name, value in fields_of(base_config("", "diffeqformer")).items()}
-    parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
-    for argument, following in zip(arguments, [*arguments[1:], ""]):
-        name, equals, text = argument.lstrip("-").partition("=")
-        if not (argument.startswith("-") and name.startswith("config.")):
-            continue
-        if name in ("config.model", "config.model.kind"):  # a config's name and learning rate belong to its model
-            raise UserError(f"{name}: choose the model in the config's name, for example --config=tiny:gpt")
+    """Check that every `--config.FIELD=VALUE` among the command's arguments names a field."""
+    known = fields_of(base_config("", "diffeqformer"))
+    for name in sorted(overridden(arguments)):
+        if name in ("model", "model.kind"):  # a config's name and learning rate belong to its model
+            raise UserError(f"config.{name}: choose the model in the config's name, for example --config=tiny:gpt")
         if name not in known:
-            raise UserError(f"{name}: there is no such field{did_you_mean(name, known)}")
-        kind = type(known[name])
-        if not equals:  # --config.FIELD VALUE, or a boolean without a value
-            text = "true" if kind is bool else following
-        try:
-            parsers[kind](text)
-        except ValueError:
-            raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
+            raise UserError(f"config.{name}: there is no such field{did_you_mean(name, known)}")
 
 
 def given_fields(arguments: list[str]) -> set[str]:
-    """The fields that `--config.FIELD=VALUE` among the command's arguments set, and model.kind if it is named.
-
-    It is named after the config, as in `--config=tiny:gpt`.
-    """
-    names = set()
+    """The fields that a command's arguments set: `overridden` ones, and model.kind if it is named after the config."""
+    names = overridden(arguments)
     for argument, following in zip(arguments, [*arguments[1:], ""]):
-        name, equals, value = argument.lstrip("-").removeprefix("no").partition("=")
-        if argument.startswith("-") and name.startswith("config."):
-            names.add(name.removeprefix("config."))
-        elif argument.startswith("-") and name == "config" and ":" in os.path.basename(value if equals else following):
+        option, equals, value = argument.partition("=")
+        if option in ("-config", "--config") and ":" in os.path.basename(value if equals else following):
             names.add("model.kind")
     return names
 

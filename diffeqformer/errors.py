@@ -34,16 +34,10 @@ class Stopped(Exception):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the most similar known name, if there is one.
 
-    Names can have parts: of `model.width`, the last is compared, in the same section first, where parts of it and
-    initials (`lr` is `learning_rate`) count as well.
+    Of names with sections, such as `model.width`, the last part is compared.
     """
-    section, _, last = name.rpartition(".")
-    known = {other.rpartition(".")[::2]: other for other in known}
-    beside = {part: other for (there, part), other in known.items() if there == section}
-    parts = {part: other for (_, part), other in reversed(known.items())} | beside
-    close = [last] if last in parts else difflib.get_close_matches(last, beside or parts, 1)
-    close += [part for part in beside if last == "".join(word[:1] for word in part.split("_"))]
-    close += difflib.get_close_matches(last, [part for part in beside if len(last) > 3 and last in part], 1, 0.0)
+    parts = {other.rpartition(".")[2]: other for other in known}
+    close = difflib.get_close_matches(name.rpartition(".")[2], parts, 1)
     return f"; did you mean {parts[close[0]]}?" if close else ""
 
 

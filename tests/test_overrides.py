@@ -12,16 +12,9 @@ from runs import command
 @pytest.mark.parametrize(
     "argument, sentence",
     [
-        ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
-        ("--config.optimizer.lr=1", r"config\.optimizer\.lr: .* did you mean config\.optimizer\.learning_rate\?"),
-        ("--config.modl.widht=3", r"config\.modl\.widht: .* did you mean config\.model\.width\?"),
-        ("--config.optimizer.final=0", r" did you mean config\.optimizer\.final_fraction\?"),
-        ("--config.data.file=a", r" did you mean config\.data\.train_files\?"),
-        ("--config.mesh.model=2", r"config\.mesh\.model: there is no such field$"),
-        ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
+        ("--config.model.widht=3", r"config\.model\.widht: there is no such field; did you mean model\.width\?"),
+        ("--config.mesh.pipe=2", r"config\.mesh\.pipe: there is no such field$"),
         ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=tiny:gpt"),
-        ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
-        ("--config.model.norm_of_norm=maybe", r"config\.model\.norm_of_norm: must be of type bool"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(argument, sentence):
@@ -80,6 +73,7 @@ ABSENT = ["--config=llama_1b", "--config.data.tokenizer_file=absent.model"]
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),
         (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
         (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
+        (["--config=tiny", "--config.steps=many"], "flag --config.steps=many: invalid literal for int() "),
         (["--config=tiny", "--verbos"], "verbos"),
         (UP, "config.data.task: must be a name of letters, digits, dots"),
         (ABSENT, "config.data.tokenizer_file: absent.model: No such file or directory"),

@@ -52,7 +52,6 @@ ANALYSES = {
 
 
 def define_flags() -> None:
-    """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     command_line.define_step()
     parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
@@ -65,23 +64,16 @@ def define_flags() -> None:
     flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
     flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
     flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
-    flags.DEFINE_string(
-        "output",
-        None,
-        "Folder of the results; by default a new one in <workdir>/analysis, or within runs/ for one on gs://.",
-    )
+    help_text = "Folder of the results; by default a new one in <workdir>/analysis, or within runs/ for one on gs://."
+    flags.DEFINE_string("output", None, help_text)
 
 
 def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
-    """The ids of the text to analyze.
-
-    Raises:
-        UserError: if it can't be read, is too short, or is longer than the model's positions.
-    """
+    """The ids of the text to analyze. A UserError if it can't be read, is too short, or too long for the model."""
+    if options.text is not None and options.text_file is not None:
+        raise UserError("--text_file: can't be given together with --text; leave one of them out")
     name, text = "--text", TEXT if options.text is None else options.text
     if options.text_file is not None:
-        if options.text is not None:
-            raise UserError("--text_file: can't be given together with --text; leave one of them out")
         name, text = "--text_file", read_text("--text_file", options.text_file)
     ids = opened.tokenizer.encode(text)
     if text is TEXT:
@@ -90,21 +82,8 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
     return ids
 
 
-def check_used(options: flags.FlagValues) -> None:
-    """Reject an option that was given, but that no part of the report reads."""
-    for name in sorted({"text", "text_file"}.union(*(each.options for each in ANALYSES.values()))):
-        of_text = name in ("text", "text_file")
-        parts = [part for part, each in ANALYSES.items() if name in each.options or (of_text and each.reads_text)]
-        if options[name].present and not {*parts} & {*options.parts}:
-            raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
-
-
 def check(options, opened: checkpoint.Checkpoint) -> None:
-    """Reject invalid options before anything is computed.
-
-    Raises:
-        UserError: for an option that doesn't fit the model.
-    """
+    """Raise a UserError for an option that doesn't fit the model, before anything is computed."""
     model = opened.model
     if not options.parts or not set(options.parts) <= set(ANALYSES):
         raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but it is {','.join(options.parts)!r}")
@@ -145,9 +124,4 @@ def analyze(options) -> list[Section]:
 
 if __name__ == "__main__":
     define_flags()
-
-    def command() -> None:
-        check_used(flags.FLAGS)
-        analyze(flags.FLAGS)
-
-    command_line.run(command)
+    command_line.run(lambda: analyze(flags.FLAGS))

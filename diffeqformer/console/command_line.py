@@ -74,8 +74,9 @@ def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
 def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> list[str]:
     """Parse the command line, whose arguments are checked first, and load the config file that it names."""
     check(arguments)
+    arguments = _with_config_file(arguments)
     try:
-        rest = parse_flags(_with_config_file(arguments))
+        rest = parse_flags(arguments)
         if flags.FLAGS.config is None:
             raise UserError("--config: a config is needed, for example --config=tiny; a file's get_config returns one")
         flags.FLAGS.config.to_dict()  # a file that can't be loaded raises its error here
@@ -84,11 +85,10 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
         raise
     except (Exception, SystemExit) as error:  # the user's config file can raise anything
         *before, last = str(error).strip().splitlines() or [""]
-        said = f"{type(error).__name__}: {last.strip()}"
-        if isinstance(error, flags.Error):  # it contains the whole traceback if the file raised an error
-            said = last
-            if not before:
-                raise
+        if isinstance(error, flags.Error) and not before:
+            raise
+        # absl's error contains the whole traceback if the file raised an error
+        said = last if isinstance(error, flags.Error) else f"{type(error).__name__}: {last.strip()}"
         ours = last.removeprefix("diffeqformer.errors.UserError: ")
         raise UserError(ours if ours != last else f"--config: the file can't be loaded, {said}") from error
 
@@ -137,10 +137,8 @@ def _parse_or_exit(line: list[str], check, explain, positional: bool, interrupte
     except UnicodeEncodeError as error:
         sys.exit(f"diffeqformer: {printable(error.object)}: this argument must be valid UTF-8")
     except (UserError, flags.Error) as error:
-        needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
-        said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long
-        said = re.sub(r"Exceeds the limit \(.*", "must be a number of fewer digits", said)
-        sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(said)}")
+        said = re.sub(r"^flag (--\w+)=None: .*", r"\1: must be given", str(error))
+        sys.exit(f"diffeqformer: {printable(said)}")
     except KeyboardInterrupt:
         leave(130, interrupted)
 
@@ -179,10 +177,9 @@ def run(
     Ends with one sentence, and a status, after any error (1), Ctrl-C (130) and other signals that a run heeds.
 
     Args:
-        check: of a command that takes --config: checks its arguments and may raise a UserError
-            (`diffeqformer.config.check_overrides`).
-        arguments: whether the command takes arguments that aren't options; it is called with them.
+        check: of a command that takes --config: checks its arguments (`diffeqformer.config.check_overrides`).
         explain: of such a command: the text for --help_config (`diffeqformer.config.explain`).
+        arguments: whether the command takes arguments that aren't options; it is called with them.
         interrupted: the message after Ctrl-C.
         verbosity: log level of the libraries.
     """

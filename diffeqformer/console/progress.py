@@ -17,20 +17,6 @@ from diffeqformer.errors import reachable
 FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
 
 
-def open_writer(folder: str, first_step: int, resumes: bool = True) -> EventsWriter:
-    """A new file of curves. TensorBoard ignores what earlier files have after `first_step`; with `resumes` False, all.
-
-    Files are read in the order of their names, so a number goes before the time in them: clocks can be set back.
-    tensorboardX's usual writer isn't used: it writes in a thread, and its `flush` doesn't wait for that thread.
-    """
-    record_writer.directory_check(folder)
-    number = len(list(epath.Path(folder).glob("*.tfevents.*")))
-    writer = EventsWriter(f"{folder}/events{number:05d}", f".{first_step}")
-    purge = SessionLog(status=SessionLog.START)
-    writer.write_event(Event(wall_time=time.time(), step=(first_step + 1) * resumes, session_log=purge))
-    return writer
-
-
 def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
     """The curves that TensorBoard shows: the values of every scalar by step; empty if nothing was written.
 
@@ -74,6 +60,10 @@ BITS_AT = "bits_per_byte_at_"
 class TensorBoard:
     """Curves in `<workdir>/tensorboard`, without TensorFlow. If they can't be written, this is printed once.
 
+    Every process writes a file of its own. Files are read in the order of their names, so a number goes before the time
+    in them: clocks can be set back. tensorboardX's usual writer isn't used: it writes in a thread, and its `flush`
+    doesn't wait for that thread.
+
     Args:
         first_step: the step from which this process trains; values that earlier processes wrote after it are dropped.
         resumes: whether there is a checkpoint; if not, what earlier processes wrote is of another start, and dropped.
@@ -87,7 +77,13 @@ class TensorBoard:
         earlier = read_curves(workdir) if resumes else {}  # what earlier processes wrote at the first step
         self.written = {tag for tag, values in earlier.items() if first_step in values}
         with reachable("--workdir", workdir):
-            self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step, resumes)
+            folder = epath.Path(workdir) / "tensorboard"
+            record_writer.directory_check(str(folder))
+            number = len(list(folder.glob("*.tfevents.*")))
+            self.writer = EventsWriter(f"{folder}/events{number:05d}", f".{first_step}")
+            begin = SessionLog(status=SessionLog.START)  # what earlier files have from its step on is dropped
+            step = (first_step + 1) * resumes
+            self.writer.write_event(Event(wall_time=time.time(), step=step, session_log=begin))
         if depths:
             tags = [f"validation/{name}" for name in ("bits_per_byte", *(f"{BITS_AT}{depth}" for depth in depths))]
             self._write(0, summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}}))

@@ -7,14 +7,13 @@ import json
 import math
 import os
 import pathlib
+import re
 import statistics
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
 from diffeqformer.errors import UserError, reachable
-
-MOST_DIGITS = 100  # of a number in an option: Python refuses to read thousands
 
 
 def check_links(folder: pathlib.Path, option: str) -> None:
@@ -139,9 +138,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:
     """The whole numbers of an option, without repetitions."""
     for text in texts:
-        if not text.strip().isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
-            shown = text if len(text) <= MOST_DIGITS else f"{text[:10]}..."
-            raise UserError(
-                f"{option}: must be comma-separated whole numbers of at least {least}, but it has {shown!r}"
-            )
+        if not re.fullmatch(r"\s*\d{1,100}\s*", text) or int(text) < least:  # int refuses thousands
+            text = text if len(text) <= 100 else f"{text[:10]}..."
+            raise UserError(f"{option}: must be comma-separated whole numbers of at least {least}, but it has {text!r}")
     return list(dict.fromkeys(map(int, texts)))

@@ -78,17 +78,19 @@ def unforeseen(error: Exception) -> str:
     """The sentence for an error that nothing else turns into one. `DIFFEQFORMER_TRACEBACK` shows where it was."""
     if os.environ.get("DIFFEQFORMER_TRACEBACK"):
         traceback.print_exception(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not error.filename:
+    if out_of_memory(error):
+        return "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
+    of_output = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError) and error.errno in of_output and not error.filename:
         return said_of_output(error)
     return f"{type(error).__name__}: {reason_of(error)}; DIFFEQFORMER_TRACEBACK=1 shows where this happened"
 
 
-CLOSED = "the output was closed before its end"
-
-
 def said_of_output(error: OSError) -> str:
     """What is said of standard output, or of a file without a name, that can't be written."""
-    return CLOSED if isinstance(error, BrokenPipeError) else f"the output can't be written: {error.strerror}"
+    if isinstance(error, BrokenPipeError):
+        return "the output was closed before its end"
+    return f"the output can't be written: {error.strerror}"
 
 
 def leave(status: int, sentence: str) -> None:

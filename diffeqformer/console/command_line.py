@@ -12,17 +12,7 @@ from ml_collections import config_flags
 
 from diffeqformer.console.surroundings import at_home, options_at_home, set_up
 from diffeqformer.console.terminal import PrintableOutput
-from diffeqformer.errors import (
-    CLOSED,
-    Stopped,
-    UserError,
-    did_you_mean,
-    leave,
-    out_of_memory,
-    printable,
-    say_and_end,
-    unforeseen,
-)
+from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, printable, say_and_end, unforeseen
 
 
 def define_config() -> flags.FlagHolder:
@@ -154,11 +144,8 @@ def _run_or_leave(line: list[str], command: Callable[..., None], interrupted: st
         leave(1, str(error))
     except Stopped as stopped:
         leave(stopped.status, str(stopped))
-    except BrokenPipeError:
-        leave(1, CLOSED)
     except Exception as error:
-        little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
-        leave(1, little if out_of_memory(error) else unforeseen(error))
+        leave(1, unforeseen(error))
     except KeyboardInterrupt:
         leave(130, interrupted)
 

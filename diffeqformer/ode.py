@@ -6,7 +6,6 @@ solvers converge to one solution as their steps get smaller. docs/ode.md explain
 
 import dataclasses
 import functools
-import gc
 import math
 import pathlib
 from collections.abc import Collection
@@ -131,20 +130,19 @@ def perplexities(
     """The paper's perplexity of some windows on each of `grids` that fits into memory and has finite logits."""
     found = {}
     for name, (solver, num_steps) in grids(model, depths).items():
-        scorer = None
         try:
-            scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
-            scores = scorer(windows)
+            found[name] = perplexity(model.replace(solver=solver), num_steps, windows, batch_size)
+            print(f"  {name}: perplexity {plain(found[name])}", flush=True)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
-            continue
-        finally:
-            scorer = None  # its weights make room for the next ones
-            gc.collect()  # an error's frames have them, too
-        log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
-        found[name] = math.exp(min(-log_probs.mean(), 700.0))
-        print(f"  {name}: perplexity {plain(found[name])}", flush=True)
     return found
+
+
+def perplexity(model: Transformer, num_steps: int, windows: list[Stretch], batch_size: int) -> float:
+    """The paper's perplexity of some windows. The weights of these steps are in memory only meanwhile."""
+    scores = Scorer(model, num_steps, batch_size)(windows)
+    log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
+    return math.exp(min(-log_probs.mean(), 700.0))
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -170,41 +168,35 @@ def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements:
     """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
 
     The error is the distance of x(1) from RK4's x(1) on a grid twice as fine as the finest one, divided by the length
-    of x(1). All in fp32. For `orders` and their grids see `observed_order`.
+    of x(1). All in fp32. For `orders` see `observed_order`; that of RK4, the method of the reference, leaves out the
+    finest grid, which is hardly coarser than the reference's.
     """
     model = model.replace(dtype=jnp.dtype(jnp.float32))
     x = model.embed(jnp.asarray(tokens), Context())
     numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
     exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
-    found = {"num_steps": numbers, "errors": {}, "orders": {}, "grids_of_orders": {}}
+    found = {"num_steps": numbers, "errors": {}, "orders": {}}
     for method in METHODS:
         walker = model.replace(solver=SOLVERS[method])
-        errors = [
-            float(np.linalg.norm(last_state(walker, number, x) - exact) / np.linalg.norm(exact)) for number in numbers
-        ]
-        order, found["grids_of_orders"][method] = observed_order(numbers, errors, method == "rk4")
-        found["errors"][method], found["orders"][method] = errors, order
-        print(f"  {method}: observed order {shown(order)}", flush=True)
+        distances = [np.linalg.norm(last_state(walker, number, x) - exact) for number in numbers]
+        errors = [float(distance / np.linalg.norm(exact)) for distance in distances]
+        last = -1 if method == "rk4" else None
+        found["errors"][method], found["orders"][method] = errors, observed_order(numbers[:last], errors[:last])
+        print(f"  {method}: observed order {shown(found['orders'][method])}", flush=True)
     return found
 
 
-def observed_order(numbers: list[int], errors: list[float], of_reference: bool) -> tuple[float | None, list[int]]:
-    """The order that a solver shows, and the three grids that show it; None and no grids if fewer can.
+def observed_order(numbers: list[int], errors: list[float]) -> float | None:
+    """The order that a solver shows by its errors in some numbers of steps.
 
-    It is the slope of the error's logarithm over the finest grids whose errors are above fp32's rounding.
-
-    Args:
-        numbers: the numbers of steps.
-        errors: of x(1), on each grid.
-        of_reference: the solver is that of the reference, which is only twice as fine as the finest grid. The error
-            there says little, so this grid is left out.
+    It is minus the slope of the error's logarithm over the three finest grids whose errors are above fp32's rounding;
+    None if there are fewer.
     """
     usable = [(n, error) for n, error in zip(numbers, errors) if 1e-5 < error < math.inf]
-    usable = [pair for pair in usable if not (of_reference and pair[0] == numbers[-1])]
     if len(usable) < 3:
-        return None, []
+        return None
     steps, errors = np.log(usable[-3:]).T
-    return float(-np.polyfit(steps, errors, 1)[0]), [n for n, _ in usable[-3:]]
+    return float(-np.polyfit(steps, errors, 1)[0])
 
 
 def plain(perplexity: float) -> str:
@@ -238,8 +230,6 @@ def table(results: dict) -> str:
     lines.append("|" + "---|" * (len(found["num_steps"]) + 2))
     for method, errors in found["errors"].items():
         cells = [f"{error:.1e}" for error in errors] + [shown(found["orders"][method])]
-        if grids_of_order := found["grids_of_orders"][method]:
-            cells[-1] += f" at {', '.join(map(str, grids_of_order))}"
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

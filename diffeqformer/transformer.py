@@ -118,7 +118,8 @@ class Transformer(nnx.Module):
             shape, axes = (config.width, rows), ("embed", "vocab")
             self.lm_head = parameter(rngs, shape, axes, stddev=0.02, always_trains=True)
         self.has_adapters = config.lora_rank > 0
-        self.trained_beside_adapters = paths_with(self, "always_trains")
+        always = traverse_util.flatten_dict(parameter_metadata(self, "always_trains"))
+        self.trained_beside_adapters = frozenset(path for path, flag in always.items() if flag)
 
     @property
     def precision(self) -> str:
@@ -323,12 +324,6 @@ def padded_vocabulary(config) -> int:
 def parameter_metadata(model: nnx.Module, name: str) -> dict:
     """One argument of `fields.layers.parameter` (axes, decays or always_trains) of a module's parameters, as a tree."""
     return nnx.to_pure_dict(nnx.map_state(lambda _, variable: getattr(variable, name), nnx.state(model, nnx.Param)))
-
-
-def paths_with(model: Transformer, name: str) -> frozenset[Path]:
-    """The paths of the parameters for which a flag is set."""
-    flags = traverse_util.flatten_dict(parameter_metadata(model, name))
-    return frozenset(path for path, flag in flags.items() if flag)
 
 
 def partition_specs(model: Transformer) -> dict:

@@ -9,8 +9,7 @@ from diffeqformer.__main__ import COMMANDS, module_of, summary
 from diffeqformer.config import base_config, field_names
 from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.console.command_line import config_file, configs
-from diffeqformer.console.results import title
-from helpers import ROOT, toy_config
+from helpers import ROOT
 from runs import command
 
 
@@ -60,9 +59,3 @@ def test_a_config_is_named_by_its_name_or_path(tmp_path, monkeypatch):
     assert config_file("tiny:gpt") == f"{ROOT}/configs/tiny.py:gpt"
     (tmp_path / "tiny").touch()  # a file of that name comes first
     assert config_file("tiny:gpt") == "tiny:gpt"
-
-
-def test_a_fine_tuned_run_has_a_heading_of_its_own():
-    assert title(toy_config("discretized", base="runs/toy", name="toy")) == "toy, fine-tuned"
-    assert title(toy_config("discretized", base="runs/toy", name="toy", model__lora_rank=2)) == "toy, fine-tuned (lora)"
-    assert title(toy_config()) == "toy"

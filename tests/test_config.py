@@ -187,15 +187,17 @@ def test_what_may_change_between_runs():
 
 
 def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
-    missing, unknown, mistyped = (toy_config().unlock() for _ in range(3))
+    missing, unknown, mistyped, huge = (toy_config().unlock() for _ in range(4))
     del missing.steps
     unknown.model.widht = 3
     with mistyped.ignore_type():
         mistyped.steps = "many"
+    huge.steps = 10**23
     for config, sentence in (
         (missing, r"steps: this field is missing"),
         (unknown, r"model\.widht: there is no such field; did you mean model\.width\?"),
         (mistyped, r"steps: must be of type int, but it is 'many'"),
+        (huge, r"steps: must be between -2\*\*31 and"),
     ):
         with pytest.raises(UserError, match=rf"^config\.{sentence}"):
             check_config(config, num_devices=8)

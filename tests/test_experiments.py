@@ -1,9 +1,11 @@
-"""The experiments' scripts, with trainings that leave made-up curves."""
+"""The experiments' scripts, with trainings that leave made-up curves, and what they share."""
 
 import json
 import math
 import runpy
+import sys
 
+import pytest
 from absl import flags
 
 from diffeqformer.config import check_config, check_overrides, check_used, get_field
@@ -92,3 +94,40 @@ def test_saved_ablations_are_complete(tmp_path, script, capsys):
     assert not trainings.new() and list(map(len, forms.values())) == [3, 2, 6, 2, 4, 2]
     wider = [f"diffeqformer, time_embed_dim {width}" for width in (4, 12, 48, 96)]
     assert forms["embedding"] == [*wider[:2], "diffeqformer", *wider[2:], "gpt"]  # tiny.py's own width is 24
+
+
+@pytest.fixture
+def shared(script, tmp_path):
+    """The module common.py, with the options of a study."""
+    script("training_times", f"--results={tmp_path / 'new' / 'results.json'}", "--at_once=1")
+    return sys.modules["common"]
+
+
+def test_nothing_is_begun_after_a_failure(shared, capsys):
+    begun, done = [], []
+
+    def work(item, cores):
+        begun.append((item, cores))
+        return 1 / item if item else sys.exit("no such item")
+
+    with pytest.raises(SystemExit):
+        shared.side_by_side([2, 4, 0, 5], work, lambda *found: done.append(found), 1)
+    assert begun == [(2, None), (4, None), (0, None)] and done == [(2, 0.5), (4, 0.25)]
+    assert capsys.readouterr().err == "no such item\n"
+    with pytest.raises(ZeroDivisionError):
+        shared.side_by_side([2, 0, 5], work, lambda item, _: 1 / (item - 2), 1)
+    assert begun[3:] == [(2, None)]
+
+
+def test_processes_that_share_a_file_of_results_lose_none(shared):
+    path, begun = shared.results_file(), []
+
+    def work(row, cores):
+        begun.append(row)
+        if row == "a":  # while another process works on the others
+            shared.add_results(path, {"b": {"by": "another"}, "d": {"by": "another"}})
+        return {"by": "this"}
+
+    found = shared.run_rows(["a", "b", "c"], str, work)
+    assert begun == ["a", "c"] and found == json.loads(path.read_text())
+    assert {row: found[row]["by"] for row in "abcd"} == dict(a="this", b="another", c="this", d="another")

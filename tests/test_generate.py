@@ -132,9 +132,3 @@ def test_standard_input_is_a_prompt_or_refused(monkeypatch):
         read(b"a\xff")
     with pytest.raises(UserError, match="^--prompt: a text to continue is needed"):
         read(b"")
-
-
-def test_the_command_stops_with_one_sentence(run):
-    done = command("generate", "--workdir", run, "--prompt=a", "--solver=rk3")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "--solver: must be one of euler, midpoint, " in done.stderr

@@ -34,11 +34,7 @@ def parameter_count(config) -> int:
     [
         ("small", {}, 188_254_152, 124_439_808),
         ("medium", {"time_embed_dim": 20}, 317_054_664, 354_823_168),
-        ("medium", {"time_embed_dim": 48}, 669_803_872, 354_823_168),
-        ("medium", {"time_embed_dim": 72}, 972_167_824, 354_823_168),
         ("medium", {}, 1_274_538_688, 354_823_168),
-        ("medium", {"time_embed_dim": 120}, 1_576_916_464, 354_823_168),
-        ("medium", {"time_embed_dim": 144}, 1_879_301_152, 354_823_168),
         ("medium", {"num_steps": 18, "time_embed_dim": 100, "sinusoidal_dim": 256}, 1_325_088_104, None),
         ("large", {}, 1_974_541_760, 774_030_080),
         ("llama_1b", {}, 6_641_948_192, 1_204_881_408),

@@ -51,23 +51,6 @@ ANALYSES = {
 """The parts of the report by their name in `--parts`, in order."""
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    command_line.define_step()
-    parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
-    flags.DEFINE_list("parts", parts, f"Parts of the report, of {', '.join(ANALYSES)}.")
-    flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
-    flags.DEFINE_string("text_file", None, "A file with that text; -: standard input.")
-    bounds = {"lower_bound": 1, "upper_bound": MOST_STEPS}
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.", **bounds)
-    flags.DEFINE_integer("times", None, "Times at which spectra are computed; by default the solver's own.", **bounds)
-    flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
-    flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
-    flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
-    help_text = "Folder of the results; by default a new one in <workdir>/analysis, or within runs/ for one on gs://."
-    flags.DEFINE_string("output", None, help_text)
-
-
 def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
     """The ids of the text to analyze. A UserError if it can't be read, is too short, or too long for the model."""
     if options.text is not None and options.text_file is not None:
@@ -123,5 +106,18 @@ def analyze(options) -> list[Section]:
 
 
 if __name__ == "__main__":
-    define_flags()
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    command_line.define_step()
+    parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
+    flags.DEFINE_list("parts", parts, f"Parts of the report, of {', '.join(ANALYSES)}.")
+    flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
+    flags.DEFINE_string("text_file", None, "A file with that text; -: standard input.")
+    bounds = {"lower_bound": 1, "upper_bound": MOST_STEPS}
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.", **bounds)
+    flags.DEFINE_integer("times", None, "Times at which spectra are computed; by default the solver's own.", **bounds)
+    flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
+    flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
+    flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
+    help_text = "Folder of the results; by default a new one in <workdir>/analysis, or within runs/ for one on gs://."
+    flags.DEFINE_string("output", None, help_text)
     command_line.run(lambda: analyze(flags.FLAGS))

@@ -39,13 +39,6 @@ from diffeqformer.transformer import Transformer, abstract_model, random_key, sp
 COLUMNS = {"bits_per_byte": "bits/byte", "milliseconds_per_token": "ms/token", "megabytes": "weights, MB (fp32)"}
 
 
-def define_flags() -> None:
-    define_text_flags("depth")
-    flags.DEFINE_list("num_steps", [], "Steps of depth; by default all of training.")
-    flags.DEFINE_list("beside", [], "Folders of other runs, each in the steps of its training.")
-    flags.DEFINE_string("downstream", None, "Folder of results of diffeqformer.downstream whose scores are shown, too.")
-
-
 class Row(NamedTuple):
     """A checkpoint in a number of steps of depth, before anything is measured."""
 
@@ -195,10 +188,10 @@ def report_depths(options) -> list[dict]:
     return rows
 
 
-def command() -> None:
-    report_depths(flags.FLAGS)
-
-
 if __name__ == "__main__":
-    define_flags()
-    command_line.run(command)
+    define_text_flags("depth")
+    flags.DEFINE_list("num_steps", [], "Steps of depth; by default all of training.")
+    flags.DEFINE_list("beside", [], "Folders of other runs, each in the steps of its training.")
+    help_text = "Folder of results of diffeqformer.downstream whose scores are shown, too."
+    flags.DEFINE_string("downstream", None, help_text)
+    command_line.run(lambda: report_depths(flags.FLAGS))

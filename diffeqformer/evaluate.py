@@ -31,16 +31,6 @@ PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
 """What the two perplexities score, by the methods of `Evaluation` that compute them."""
 
 
-def define_flags() -> None:
-    define_text_flags("evaluation")
-    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
-    flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
-    help_text = "Which to compute; paper alone takes a third of the time."
-    flags.DEFINE_enum("perplexity", "both", ("both", *PERPLEXITIES), help_text)
-    flags.DEFINE_integer("stride", None, "Tokens between the starts of the full perplexity's windows; by default half.")
-    flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
-
-
 def score_checkpoint(options) -> dict | None:
     """Score a checkpoint according to the options, then write and print the results.
 
@@ -147,6 +137,12 @@ def command() -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_text_flags("evaluation")
+    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
+    flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
+    help_text = "Which to compute; paper alone takes a third of the time."
+    flags.DEFINE_enum("perplexity", "both", ("both", *PERPLEXITIES), help_text)
+    flags.DEFINE_integer("stride", None, "Tokens between the starts of the full perplexity's windows; by default half.")
+    flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
     hosts.define_flags()
     command_line.run(command)

@@ -21,26 +21,6 @@ from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, random_key
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    command_line.define_step()
-    flags.DEFINE_string("prompt", None, "The text to continue; may be empty.")
-    flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
-    flags.DEFINE_string("prompts_file", None, "A file with a text to continue in each line; writes JSON lines.")
-    flags.DEFINE_string("output", None, "A new file for these JSON lines; by default standard output.")
-    flags.DEFINE_integer("batch_size", None, "Texts written at once after --prompts_file; by default 8.", 1, 2**16)
-    flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
-    flags.DEFINE_multi_string("stop", [], "Where this text comes up, a text ends before it; several can be given.")
-    flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
-    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is streamed.", 1, 2**16)
-    flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
-    flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
-    flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
-    flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
-    flags.DEFINE_string("solver", None, "The solver of depth; by default as in training.")
-
-
 def prompt_text(options) -> str:
     """The prompt from its option, its file or standard input."""
     if options.prompt is not None:
@@ -154,7 +134,23 @@ def write_lines(
 
 
 if __name__ == "__main__":
-    define_flags()
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    command_line.define_step()
+    flags.DEFINE_string("prompt", None, "The text to continue; may be empty.")
+    flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
+    flags.DEFINE_string("prompts_file", None, "A file with a text to continue in each line; writes JSON lines.")
+    flags.DEFINE_string("output", None, "A new file for these JSON lines; by default standard output.")
+    flags.DEFINE_integer("batch_size", None, "Texts written at once after --prompts_file; by default 8.", 1, 2**16)
+    flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
+    flags.DEFINE_multi_string("stop", [], "Where this text comes up, a text ends before it; several can be given.")
+    flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
+    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is streamed.", 1, 2**16)
+    flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
+    flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
+    flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
+    flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
+    flags.DEFINE_string("solver", None, "The solver of depth; by default as in training.")
     hosts.define_flags()
 
     def command() -> None:

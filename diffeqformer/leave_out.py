@@ -24,12 +24,6 @@ from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer
 
 
-def define_flags() -> None:
-    define_text_flags("leave_out")
-    flags.DEFINE_integer("windows", 8, "Windows of text that are scored without each layer.", lower_bound=1)
-    flags.DEFINE_integer("fewest", None, "Layers that are left at the end; by default half.", lower_bound=1)
-
-
 def losses_by_removal(
     model: Transformer, windows: list[Stretch], fewest: int, batch_size: int
 ) -> Iterator[tuple[int | None, float]]:
@@ -105,10 +99,8 @@ def leave_out(options) -> dict:
     return results
 
 
-def command() -> None:
-    leave_out(flags.FLAGS)
-
-
 if __name__ == "__main__":
-    define_flags()
-    command_line.run(command)
+    define_text_flags("leave_out")
+    flags.DEFINE_integer("windows", 8, "Windows of text that are scored without each layer.", lower_bound=1)
+    flags.DEFINE_integer("fewest", None, "Layers that are left at the end; by default half.", lower_bound=1)
+    command_line.run(lambda: leave_out(flags.FLAGS))

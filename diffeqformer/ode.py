@@ -34,12 +34,6 @@ from diffeqformer.transformer import Transformer, split_model
 METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # the solvers compared in `convergence`
 
 
-def define_flags() -> None:
-    define_text_flags("ode")
-    flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
-    flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", 2, 15)
-
-
 def trained_times(model: Transformer) -> np.ndarray:
     """The times of the trained weights, if these are fixed: the solver's nodes on the trained grid."""
     return np.unique(model.grid().times)
@@ -309,5 +303,7 @@ def examine(options) -> dict:
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_text_flags("ode")
+    flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
+    flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", 2, 15)
     command_line.run(lambda: examine(flags.FLAGS))

@@ -50,9 +50,11 @@ REMOVED = {
 """Fields that configs once had, and the only value that a saved one may have there; None: any, as no result changes."""
 
 
-def without_removed(fields: dict) -> dict:
-    """The fields of a saved config without those that are `REMOVED`, or a ValueError if these have other values."""
+def of_this_version(fields: dict) -> dict:
+    """The fields of a saved config as they are called now. A ValueError if `REMOVED` ones have other values."""
     fields = traverse_util.flatten_dict(fields, sep=".")
+    if isinstance(fields["model.remat"], bool):  # its first type
+        fields["model.remat"] = "step" if fields["model.remat"] else "none"
     if step := fields.pop("base_step", ""):  # now a part of `base`
         fields["base"] += f"@{step}"
     if fields.pop("model.unit_steps", False):  # steps of the length 1
@@ -71,12 +73,8 @@ def saved_config(fields: dict) -> ConfigDict:
     """
     config = base_config(fields["name"], fields["model"]["kind"])
     config.data.tokenizer = "bytes"  # once the only one
-    if isinstance(fields["model"]["remat"], bool):  # its first type
-        remat = "step" if fields["model"]["remat"] else "none"
-        fields = {**fields, "model": {**fields["model"], "remat": remat}}
-    fields = without_removed(fields)
     with config.unlocked():
-        config.update(fields)
+        config.update(of_this_version(fields))
     try:
         check_model(config)
     except UserError as error:
@@ -105,9 +103,7 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
     """
     stage, _, model = mode.partition("-")
     if stage not in ("pretrain", "full", "lora") or model not in ("", "gpt"):
-        raise UserError(
-            f"--config: must end with :pretrain, :full or :lora, or one of these with -gpt, but it is :{mode}"
-        )
+        raise UserError(f"--config: must end with :pretrain, :full, :lora, or one of these and -gpt, but it is :{mode}")
     first = f"pretrain_{pretraining}" + (f"-{model}" if model else "")
     config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
     config.name = first
@@ -214,16 +210,13 @@ def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: if the model's vocabulary is too small for it, or the sample's prompt too long or empty.
     """
-    if config.model.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"config.model.vocab_size: must not be below the {tokenizer.vocab_size:,} ids of the tokenizer "
-            f"{tokenizer.name}, but it is {config.model.vocab_size}"
-        )
-    if not 1 <= len(tokenizer.encode(config.sample.prompt)) < sample_length(config):
-        raise UserError(
-            f"config.sample.prompt: must have at least one token and fewer than a sample's {sample_length(config)}, "
-            f"but it is {config.sample.prompt!r}"
-        )
+    size, prompt = config.model.vocab_size, config.sample.prompt
+    if size < tokenizer.vocab_size:
+        needed = f"the {tokenizer.vocab_size:,} ids of the tokenizer {tokenizer.name}"
+        raise UserError(f"config.model.vocab_size: must not be below {needed}, but it is {size}")
+    if not 1 <= len(tokenizer.encode(prompt)) < sample_length(config):
+        needed = f"at least one token and fewer than a sample's {sample_length(config)}"
+        raise UserError(f"config.sample.prompt: must have {needed}, but it is {prompt!r}")
 
 
 def sample_length(config: ConfigDict) -> int:

@@ -112,10 +112,8 @@ class OpenedRun:
         if not 0 <= time <= 1:
             raise UserError(f"time: must be between 0 and 1, but it is {time}")
         if not depth.generated:
-            raise UserError(
-                f"time: the weights of model.kind {self.checkpoint.config.model.kind} aren't functions of time; "
-                "model.weights() has those of its steps"
-            )
+            kind = self.checkpoint.config.model.kind
+            raise UserError(f"time: model.kind {kind} has weights for steps alone (model.weights()), not for times")
         made = depth.from_features(depth.features(np.array([time])))
         return {layer: {name: np.asarray(value[0]) for name, value in each.items()} for layer, each in made.items()}
 

@@ -67,7 +67,7 @@ def test_weights_at_a_time_are_those_of_a_step_that_ends_there(run):
 def test_a_model_with_layers_says_what_it_lacks():
     config = toy_config("gpt")
     opened = OpenedRun(Checkpoint(3, config, lively_model("gpt"), ByteTokenizer(), About({}, "bytes")))
-    with pytest.raises(UserError, match="^time: the weights of model.kind gpt aren't functions of time"):
+    with pytest.raises(UserError, match="^time: model.kind gpt has weights for steps alone"):
         opened.weights(0.5)
     with pytest.raises(UserError, match="weights for"):
         opened.at(num_steps=opened.model.num_steps + 1)

@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 from diffeqformer import doctor
-from diffeqformer.doctor import Needs, Row
+from diffeqformer.doctor import Needs
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.memory import bytes_of
 from diffeqformer.training import utilisation
@@ -89,6 +89,8 @@ def test_a_disk_that_is_full_is_wrong_and_nothing_stays_on_it(monkeypatch, tmp_p
         patch.setattr(doctor.os, "fsync", lambda file: (_ for _ in ()).throw(full))
         rows = list(doctor.folders(str(tmp_path), str(tmp_path), Needs(ONE_DEVICE)))
     assert verdicts(rows) == ["wrong", "unknown", "unknown"] and "No space left on device" in rows[0].found
+    with pytest.raises(UserError, match="^disk of --workdir: wrong; do what the table above says$"):
+        doctor.report(rows)
     monkeypatch.setattr(doctor, "work_folder", lambda folder: epath.Path(tmp_path))  # in place of a bucket
     assert doctor.disk_rates("gs://bucket/run").keys() == {"write", "read"}
     monkeypatch.setattr(type(epath.Path(tmp_path)), "read_bytes", lambda self: b"other bytes")

@@ -4,17 +4,13 @@ Nothing stands in for a part of the program. The hub has small data sets under t
 """
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import GPT2Tokenizer
-from flags import FAST_COMPILATION
 from helpers import ROOT
 from hub import Hub
 from newcomer import (
@@ -44,18 +40,6 @@ def typed(home: pathlib.Path, address: str, name: str, *options: str) -> str:
     return done.stdout
 
 
-def typed_without_seqio(home: pathlib.Path, address: str, name: str, *options: str) -> str:
-    """The same in processes that find neither SeqIO nor TensorFlow."""
-    home.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(ROOT / "tests" / "without_seqio"), str(ROOT)])
-    hidden = {"PYTHONPATH": path, "XLA_FLAGS": FAST_COMPILATION}
-    command = [sys.executable, "-m", f"diffeqformer.{name}", *options]
-    variables = os.environ | environment(home, address) | TFDS | hidden
-    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def check_store(home: pathlib.Path, task: str, texts: dict[str, list[str]]) -> None:
     """Check that a store has GPT-2's ids of these documents, each followed by end-of-text, and nothing else."""
     tokenizer = GPT2Tokenizer.open(str(gpt2_files()))
@@ -75,10 +59,10 @@ def losses(home: pathlib.Path, run: str) -> list[float]:
 
 @pytest.mark.long
 def test_openwebtext_from_nothing(tmp_path):
-    """Where SeqIO isn't installed, a run makes the store before it trains. Two pages validate."""
+    """A run makes the store before it trains. Two pages validate."""
     hub = Hub()
     fill(hub)
-    said = typed_without_seqio(tmp_path, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
+    said = typed(tmp_path, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
     assert "Preparing openwebtext into token_stores/openwebtext-gpt2" in said
     assert "\nFinished. Checkpoints and curves are in runs/large" in said
     rows = np.random.default_rng(2357).permutation(len(PAGES))[:2].tolist()

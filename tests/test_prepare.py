@@ -3,7 +3,6 @@
 import fcntl
 import json
 import re
-import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -58,7 +57,7 @@ def store(corpus, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_store_has_every_document_and_its_end(corpus, store, tmp_path):
+def test_a_store_has_every_document_and_its_end(corpus, store):
     """It is verified if it is prepared again. Text that changed is refused."""
     folder, documents = corpus
     data = toy_config(data__train_files=f"{folder}/train-*", data__validation_files=f"{folder}/validation-*").data
@@ -75,8 +74,7 @@ def test_a_store_has_every_document_and_its_end(corpus, store, tmp_path):
     }
     done = run(corpus, store.parent)
     assert done.returncode == 0 and "there already, whole and as it was written" in done.stdout
-    shutil.copy(f"{folder}/train-0.jsonl", tmp_path / "other.jsonl")
-    other = run(corpus, store.parent, f"--config.data.validation_files={tmp_path}/other.jsonl")
+    other = run(corpus, store.parent, f"--config.data.train_files={folder}/train-0.jsonl")
     assert other.returncode == 1 and "was made from other text" in other.stderr and other.stdout == ""
 
 
@@ -86,9 +84,7 @@ def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *options(corpus, tmp_path)]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert re.search(
-        r"File too large \(\d of 9 shards were finished now and stay; the same command continues", done.stderr
-    )
+    assert re.search(r"File too large \(\d of 9 shards are finished and stay; the same command cont", done.stderr)
     partial, folder = tmp_path / "python_stdlib-bytes.partial", tmp_path / "python_stdlib-bytes"
     left = {path.stem: path.with_suffix("").stat().st_mtime_ns for path in partial.glob("*.bin.json")}
     assert "train-00000.bin" in left and not [path for path in partial.glob("*train-00004*")]

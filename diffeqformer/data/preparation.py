@@ -221,11 +221,8 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo
         time.sleep(0.05)
         done = sum(each["done"] for each in list(told.values()))
         if failures:
-            goes_on = (
-                f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them, "
-                "unless the text has to change)"
-            )
-            raise UserError(f"{failures[0]}{goes_on * (done > 0)}")
+            stay = f" ({done} of {len(todo)} shards are finished and stay; the same command continues from them)"
+            raise UserError(f"{failures[0]}{stay * (done > 0)}")
         if told and (time.monotonic() - shown > 2 or done == len(todo)):
             shown = time.monotonic()
             _show_progress(list(told.values()), shards, len(todo) - done, shown - start)

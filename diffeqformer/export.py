@@ -55,16 +55,9 @@ def export(
     dtype: str = "float32",
     step: Step = None,
 ) -> tuple[str, float]:
-    """Write a run's model in a number of steps as a folder in Hugging Face's format, and compare both.
+    """Write a run's model in a number of steps (None: as trained) as a folder in Hugging Face's format; compare both.
 
-    Args:
-        folder: to write; it must be empty if it is there.
-        num_steps: steps of depth; None: as trained.
-        dtype: one of `DTYPES`, of the weights.
-        step: see `diffeqformer.checkpoints.folder.Step`.
-
-    Returns:
-        What was written, in words, and the largest error of a logit of it in `SENTENCE`, as a part of the largest.
+    Returns what was written, in words, and the largest error of a logit of it in `SENTENCE`, as a part of the largest.
 
     Raises:
         UserError: if no architecture computes the same, or the folder can't be written. Then nothing is.

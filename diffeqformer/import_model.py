@@ -108,14 +108,9 @@ class Check(NamedTuple):
 
 
 def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None = None) -> tuple[Pretrained, Check]:
-    """Write a pretrained model as a run whose only checkpoint has the step 0.
+    """Write a pretrained model as a run of one of `KINDS`, or as the baseline, whose only checkpoint has the step 0.
 
-    Args:
-        folder: of the pretrained model.
-        kind: one of `KINDS`; None: the baseline that computes the same.
-
-    Raises:
-        UserError: if it can't be imported exactly, or the folder can't be written.
+    A UserError says if it can't be imported exactly, or the folder can't be written.
     """
     with hosts.all_succeed("the pretrained model"):
         found, workdir = open_pretrained(folder), work_folder(workdir)

@@ -141,8 +141,7 @@ def read_json(folder: epath.Path, step: int) -> dict:
 def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
     """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
 
-    Raises:
-        Damaged: if it can't be read, or isn't what was saved.
+    Raises `Damaged` if it can't be read, or isn't what was saved.
     """
     recorded = read_about(folder, step).checksums
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
@@ -170,8 +169,7 @@ def open_arrays(
 ) -> dict[Path, stored_arrays.StoredArray]:
     """The parameters of a checkpoint on disk, by path. Needs neither a model nor the devices of training.
 
-    Args:
-        recorded: `About.checksums`, with which those are compared that are read as a whole.
+    Those that are read as a whole are compared with `recorded`, the `About.checksums`.
     """
     reading = functools.partial(readable, folder, step, remedy)
     names = {path: "/".join(("params", *path)) for path in saved_arrays(folder, step, remedy)}
@@ -218,11 +216,9 @@ def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir
 
 
 def save_frozen(workdir: epath.PathLike, params: dict, base: dict, name: str = "frozen") -> None:
-    """Save what a new run keeps frozen, and its checkpoints won't hold. What is there is replaced.
+    """Save what a new run keeps `frozen`, or its `teacher`, with the record of its origin, in a folder of that name.
 
-    Args:
-        base: the record of where it is from.
-        name: of the folder: frozen, or teacher.
+    The run's checkpoints won't hold it. What is there is replaced.
     """
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():
@@ -329,8 +325,7 @@ def damage_of(folder: epath.Path, step: int) -> Damaged | None:
 def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About] | None]:
     """What is wrong with the metadata of the newest checkpoints, and the step and metadata of the first that are whole.
 
-    Raises:
-        Damaged: if something is wrong with all of them, or one can't be read for a reason that may pass.
+    Raises `Damaged` if something is wrong with all of them, or one can't be read for a reason that may pass.
     """
     found = []
     for step in reversed(steps_of(folder)):

@@ -122,12 +122,7 @@ def steps_of(folder: epath.Path) -> list[int]:
 
 
 def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
-    """The training step of one of the checkpoints in a folder.
-
-    Raises:
-        NoCheckpoint: if there is none.
-        NoSuchStep: if there is none for `step`.
-    """
+    """The training step of one of the checkpoints in a folder. Raises `NoCheckpoint` or `NoSuchStep`."""
     steps = steps_of(folder)
     if not steps:
         raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
@@ -147,8 +142,7 @@ def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option:
 def once_more(read: Callable[[], Any]) -> Any:
     """What `read` returns of a checkpoint; once more if it found damage where a running training may have replaced one.
 
-    Raises:
-        Damaged: if the damaged one is the newest, or it found damage again.
+    Raises `Damaged` if the damaged one is the newest, or it found damage again.
     """
     try:
         return read()

@@ -75,10 +75,9 @@ class StoredArray:
                 raise checksums.Differs(self.name)
 
     def blocks(self, bytes_at_once: int) -> list[tuple[slice, ...]]:
-        """The indices of blocks that make up the array. Too many are refused (by `reading`).
+        """The indices of blocks of at most so many bytes, or of a single chunk, that make up the array.
 
-        Args:
-            bytes_at_once: limit of a block's size, unless a single chunk is larger.
+        Too many are refused (by `reading`).
         """
         sizes = list(self.store.chunk_layout.read_chunk.shape or ())  # none of a scalar
         for axis in reversed(range(len(sizes))):  # the last axis first, which is contiguous

@@ -271,8 +271,7 @@ ARCHITECTURES = {
 def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str, Any]]:
     """The architecture of a config.json, whose fields are given, and the fields of the `model` part of our config.
 
-    Raises:
-        UserError: if it isn't one of `ARCHITECTURES`, or has something that this version can't compute.
+    A UserError says if it isn't one of `ARCHITECTURES`, or has something that this version can't compute.
     """
     try:
         named = given.get("architectures") or []

@@ -42,10 +42,7 @@ class Tensors:
     """The tensors of a folder, each of which is read when it is asked for.
 
     They are in model.safetensors, in the files that an index names, of which only what it names counts, or in the only
-    file of this kind.
-
-    Raises:
-        UserError: if there are none, or a file is missing or damaged.
+    file of this kind. A UserError says if there are none, or a file is missing or damaged.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -127,8 +124,7 @@ def check_new(folder: pathlib.Path) -> None:
 def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder beside another, for a `with` block that writes into it. At the end it becomes the other.
 
-    Raises:
-        UserError: if it can't be written. After any error it is removed.
+    After any error it is removed. A UserError says if it can't be written.
     """
     folder = folder.absolute()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -151,10 +147,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """The content of tokenizer.json and tokenizer_config.json. End-of-text also begins a text, and pads it.
+    """The content of tokenizer.json and tokenizer_config.json, for a model that reads so many tokens.
 
-    Args:
-        max_length: the longest text that the model reads, in tokens.
+    End-of-text also begins a text, and pads it. A UserError says if the format can't express the tokenizer.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         file, end = tokenizer.file, tokenizer.end_of_text_token

@@ -140,13 +140,12 @@ def write_tokens(
     num_steps: int | None = None,
     sliding_window: bool = False,
 ) -> Iterator[np.ndarray]:
-    """Generate text after a prompt: yields `count` times the next token of every sample, [samples] int32.
+    """Generate text after a prompt of at least one id: yields the next token of every sample, [samples] int32.
 
     The device computes the next token while the caller handles this one. A sample's random choices depend on its number
     and on the position, not on how many samples there are.
 
     Args:
-        prompt: at least one id.
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
         vocab_size, unknown: ids from the first one on, which pad the vocabulary, and the second are never written.
         num_steps: steps of depth; None: as trained.
@@ -303,15 +302,9 @@ def write_texts(
 ) -> Iterator[str]:
     """Generate a text for each sample after each prompt, in order. They come when their batch is complete.
 
-    Up to rounding, a text doesn't depend on the other prompts. It ends before end-of-text.
-
-    Args:
-        prompts: of any lengths; each may be empty.
-        tokens: to write in each text; None: as many as fit, up to `MOST`.
-        batch_size: texts that are written at once; affects only the speed.
-        until: strings before which a text ends, none of them empty.
-
-    See `write_tokens` for the other arguments and the errors.
+    Up to rounding, a text doesn't depend on the other prompts, nor on `batch_size`. It ends before end-of-text, or
+    before a string of `until`, none of which is empty. Prompts may be empty. See `write_tokens`, whose `count` is
+    `tokens` here, for the other arguments and the errors.
     """
     choice.check()
     texts = []

@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 from diffeqformer import doctor
-from diffeqformer.doctor import Needs
+from diffeqformer.doctor import Needs, Row
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.memory import bytes_of
 from diffeqformer.training import utilisation

@@ -29,9 +29,7 @@ from jax.experimental import topologies  # noqa: E402
 
 from diffeqformer.fields.layers import PRECISIONS  # noqa: E402
 from diffeqformer.kernels import blocks  # noqa: E402
-from diffeqformer.kernels.gradients import gradients  # noqa: E402
-from diffeqformer.kernels.project import project  # noqa: E402
-from diffeqformer.kernels.update import update  # noqa: E402
+from diffeqformer.kernels.generator import gradients, project, update  # noqa: E402
 
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x2", "Kind and shape of a slice. One of its devices is used.")
 PRECISION = flags.DEFINE_enum("precision", "default", PRECISIONS, "That of the products.")

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from absl import flags
 
 from diffeqformer.analysis import clustering, flow, induction, sensitivity, sharpness, simulation, spectra
-from diffeqformer.analysis.common import check_text
-from diffeqformer.analysis.report import Section, write
+from diffeqformer.analysis.report import Section, check_text, write
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps
-from diffeqformer.analysis.common import check_text
+from diffeqformer.analysis.report import check_text
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.inference.reader import with_solver

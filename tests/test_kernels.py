@@ -11,9 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from diffeqformer.kernels import blocks
-from diffeqformer.kernels.gradients import gradients
-from diffeqformer.kernels.project import project
-from diffeqformer.kernels.update import update
+from diffeqformer.kernels.generator import gradients, project, update
 from helpers import normal
 
 SHAPES = [(36, 24, 16, 384), (7, 144, 8, 640)]  # T, E, inputs, outputs

@@ -5,8 +5,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.spatial.distance import pdist
 
-from diffeqformer.analysis.common import in_float32, time_label
-from diffeqformer.analysis.report import Section, paragraph
+from diffeqformer.analysis.report import Section, in_float32, paragraph, time_label
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.transformer import weights_at

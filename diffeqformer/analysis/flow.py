@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from scipy.sparse.linalg import LinearOperator, svds
 
-from diffeqformer.analysis.common import in_float32
-from diffeqformer.analysis.report import Section, paragraph
+from diffeqformer.analysis.report import Section, in_float32, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.console import figures

@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from diffeqformer.analysis.attention_maps import maps
-from diffeqformer.analysis.common import in_float32, time_label
-from diffeqformer.analysis.report import Section, paragraph, table
+from diffeqformer.analysis.report import Section, in_float32, paragraph, table, time_label
 from diffeqformer.analysis.spectra import Spectrum, spectra
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
@@ -55,11 +54,6 @@ def readable_ids(tokenizer: Tokenizer) -> list[int]:
     return [i for i, text in texts if text and text == printable(text) and "\ufffd" not in text]
 
 
-def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
-    """The time in each step at which the model's solver first evaluates the attention."""
-    return model.grid(num_steps).times[:: len(model.solver.nodes)]
-
-
 def picture(scores: np.ndarray, even: float, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
     """Plot all heads' induction scores, from uniform attention's to 1, beside the signs of the spectra from which the
     paper infers induction.
@@ -80,7 +74,8 @@ def picture(scores: np.ndarray, even: float, qk: Spectrum, ov: Spectrum, times: 
 def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     """Induction scores beside the signs of the spectra."""
     model = opened.model
-    times, ids = first_nodes(model, num_steps), readable_ids(opened.tokenizer)
+    times = model.grid(num_steps).times[:: len(model.solver.nodes)]  # at which steps first evaluate the attention
+    ids = readable_ids(opened.tokenizer)
     length = min(64, model.max_length // 2, len(ids))
     scores = induction_scores(model, ids, length, num_steps=num_steps)
     found = spectra(model, times, feed_forward=False)

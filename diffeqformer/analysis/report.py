@@ -1,12 +1,19 @@
-"""The report of `analyze`: one self-contained HTML file, and the same numbers as JSON and NPZ."""
+"""The report of `analyze`: one self-contained HTML file, and its numbers as JSON and NPZ; and what sections share."""
 
 import dataclasses
+import functools
 import html
 import pathlib
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console.results import write_json, write_text
+from diffeqformer.errors import UserError
+from diffeqformer.transformer import Transformer
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
@@ -37,6 +44,40 @@ class Section:
     html: str
     numbers: dict | list
     arrays: dict[str, np.ndarray]
+
+
+def in_float32(section: Callable) -> Callable:
+    """Compute a section in fp32 throughout, regardless of the checkpoint's types and the backend's usual precision."""
+
+    @functools.wraps(section)
+    def run(opened: Checkpoint, *arguments, **options):
+        float32 = jnp.dtype(jnp.float32)
+        model = opened.model.replace(dtype=float32)
+        with jax.default_matmul_precision("highest"):
+            return section(dataclasses.replace(opened, model=model), *arguments, **options)
+
+    return run
+
+
+def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:
+    """Check that a text has enough tokens for a section and fits into the model's positions.
+
+    Args:
+        name: the option that gave the text.
+
+    Raises:
+        UserError: if it is too short, or longer than the model has positions.
+    """
+    if not 2 <= len(ids) <= model.max_length:
+        raise UserError(
+            f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, "
+            f"but it has {len(ids):,}"
+        )
+
+
+def time_label(model: Transformer) -> str:
+    """The label of the axis of depth: layers, or time from 0 to 1."""
+    return "layer" if model.unit_steps else "t"
 
 
 def paragraph(text: str) -> str:

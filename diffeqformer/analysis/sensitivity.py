@@ -5,8 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps, lyapunov
-from diffeqformer.analysis.common import in_float32
-from diffeqformer.analysis.report import Section, highlighted, paragraph
+from diffeqformer.analysis.report import Section, highlighted, in_float32, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.console.terminal import show_progress

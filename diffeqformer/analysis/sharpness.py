@@ -12,9 +12,7 @@ from jaxtyping import Array, Float
 from scipy.stats import spearmanr
 
 from diffeqformer.analysis.attention_maps import maps
-from diffeqformer.analysis.common import in_float32, time_label
-from diffeqformer.analysis.induction import first_nodes
-from diffeqformer.analysis.report import Section, paragraph, table
+from diffeqformer.analysis.report import Section, in_float32, paragraph, table, time_label
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
@@ -49,13 +47,9 @@ def picture(entropy: np.ndarray, sizes: dict[str, np.ndarray], times: np.ndarray
 
 @in_float32
 def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = None) -> Section:
-    """The entropy of each head's attention in a text, beside the size of its QK.
-
-    Args:
-        ids: of the text.
-    """
+    """The entropy of each head's attention in a text, beside the size of its QK."""
     model = opened.model
-    times = first_nodes(model, num_steps)
+    times = model.grid(num_steps).times[:: len(model.solver.nodes)]  # at which steps first evaluate the attention
     entropy = np.asarray(maps(model, jnp.array([ids]), num_steps, relative_entropy))
     found, width = spectra(model, times, feed_forward=False)["QK"], model.field.head_width
     squares = {"eigenvalues": np.abs(found.eigenvalues) ** 2, "singular values": found.singular_values**2}

@@ -18,8 +18,7 @@ import numpy as np
 from jaxtyping import Array, Complex, Float
 from threadpoolctl import threadpool_limits
 
-from diffeqformer.analysis.common import in_float32, time_label
-from diffeqformer.analysis.report import Section, paragraph, table
+from diffeqformer.analysis.report import Section, in_float32, paragraph, table, time_label
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.depth.grid import Grid

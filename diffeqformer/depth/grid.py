@@ -35,7 +35,7 @@ class Grid:
     @classmethod
     def of(cls, ends: Float[np.ndarray | Array, "L"], nodes: tuple[float, ...] = (1.0,), span: float = 1.0) -> "Grid":
         """The grid of steps that end at `ends`, for a solver with these nodes (0: the start of a step, 1: its end)."""
-        xp, ends = _library(ends)
+        xp = ends.__array_namespace__()
         starts = xp.concatenate([xp.zeros(1, ends.dtype), ends[:-1]])
         times = [ends if node == 1 else starts + node * (ends - starts) for node in nodes]
         return cls(ends, xp.stack(times, axis=1).ravel(), span)
@@ -43,8 +43,8 @@ class Grid:
     @property
     def step_sizes(self) -> Float[Array, "L"]:
         """`span` times each step's part of the depth, in fp32, from float64 unless the ends are on the device."""
-        xp, ends = _library(self.ends)
-        return jnp.asarray(self.span * xp.diff(ends, prepend=0.0), jnp.float32)
+        sizes = self.ends.__array_namespace__().diff(self.ends, prepend=0.0)
+        return jnp.asarray(self.span * sizes, jnp.float32)
 
 
 def shifted_grid(grid: Grid, nodes: tuple[float, ...], key: Key[Array, ""]) -> Grid:
@@ -57,8 +57,3 @@ def shifted_grid(grid: Grid, nodes: tuple[float, ...], key: Key[Array, ""]) -> G
     """
     ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
     return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes, grid.span)
-
-
-def _library(times):
-    """The library to compute with (NumPy or JAX), and the times: in float64 on the host, or unchanged on the device."""
-    return (jnp, times) if isinstance(times, Array) else (np, np.asarray(times, np.float64))

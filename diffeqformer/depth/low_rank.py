@@ -91,11 +91,10 @@ def merge(layers: dict) -> dict:
     Args:
         layers: the layers of one step, or stacked. Without adapters nothing changes.
     """
-    typed = of_adapters_type(layers)
-    return {name: _merged(weights) if "a" in weights else typed[name] for name, weights in layers.items()}
-
-
-def _merged(weights: dict) -> dict:
-    product = jnp.matmul(weights["a"], weights["b"], preferred_element_type=jnp.float32)
-    kernel = (weights["kernel"] + product).astype(weights["a"].dtype)
-    return {**{name: value for name, value in weights.items() if name not in FACTORS}, "kernel": kernel}
+    merged = dict(of_adapters_type(layers))
+    for name, weights in layers.items():
+        if "a" in weights:
+            others = {key: value for key, value in weights.items() if key not in FACTORS}
+            product = jnp.matmul(weights["a"], weights["b"], preferred_element_type=jnp.float32)
+            merged[name] = {**others, "kernel": (weights["kernel"] + product).astype(weights["a"].dtype)}
+    return merged

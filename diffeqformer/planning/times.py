@@ -27,10 +27,11 @@ ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler say
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
     "generator": (
-        "generated.py", "plain.py", "looped.py", "projection.py", "project.py", "gradients.py", "low_rank.py",
+        "generated.py", "plain.py", "looped.py", "projection.py", "low_rank.py",
+        "generator.py:project", "generator.py:gradients",
     ),
     "loss": ("cross_entropy.py",),
-    "update": ("step.py", "optimizer.py", "update.py"),
+    "update": ("step.py", "optimizer.py", "generator.py:update"),
 }  # fmt: skip
 COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("
 

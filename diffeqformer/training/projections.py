@@ -94,17 +94,16 @@ class Projections:
     def _products(self, name: str, made_type: jnp.dtype) -> Products:
         if name not in self.fused:
             return Products(project, self._xla_gradients)
-        from diffeqformer.kernels.gradients import gradients
-        from diffeqformer.kernels.project import project as project_by_kernel
+        from diffeqformer.kernels import generator
 
         specs, made = self.specs[name], self.generator_specs[name]["kernel"]
         cut = axes_of(specs["projection"])
 
         def summed_gradients(h, projection, d_kernel):
-            d_h, d_constant, squares = gradients(h, projection, d_kernel, **self.how)
+            d_h, d_constant, squares = generator.gradients(h, projection, d_kernel, **self.how)
             return jax.lax.psum(d_h, cut), d_constant, jax.lax.psum(squares, cut)
 
-        project_here = functools.partial(project_by_kernel, dtype=made_type, **self.how)
+        project_here = functools.partial(generator.project, dtype=made_type, **self.how)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         results = EVERYWHERE, specs["constant"], EVERYWHERE
         return Products(
@@ -127,8 +126,8 @@ class Projections:
         scalars: Float[Array, "4"],
         **adamw: float,
     ) -> tuple[Array, Array, Array]:
-        """P and its moments after an update by the kernel (see `kernels.update.update`)."""
-        from diffeqformer.kernels.update import update
+        """P and its moments after an update by the kernel (see `kernels.generator.update`)."""
+        from diffeqformer.kernels.generator import update
 
         update_here = functools.partial(update, **self.how, **adamw)
         place, made = self.specs[name]["projection"], self.generator_specs[name]["kernel"]

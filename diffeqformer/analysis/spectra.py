@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Complex, Float
+from jaxtyping import Complex, Float
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis.report import Section, in_float32, paragraph, table, time_label
@@ -77,20 +77,10 @@ def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n
     return Spectrum(np.take_along_axis(values, order, -1), singular)
 
 
-def matrix_pairs(field, layers: dict, feed_forward: bool) -> dict[str, tuple[Array, Array]]:
-    """The two matrices [T, H, D, n] and [T, H, n, D] of every product of a block, by name."""
-    query, key, value, out = field.head_matrices(layers)
-    pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
-    if feed_forward:
-        for name, pair in field.feed_forward_matrices(layers).items():
-            pairs[name] = tuple(matrix[:, None] for matrix in pair)
-    return pairs
-
-
 def pairs_over_time(
     model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """`matrix_pairs` in fp32, for a few of the times after another.
+    """The two matrices [T, H, D, n] and [T, H, n, D], fp32, of every product by name, for a few times after another.
 
     Raises:
         UserError: if the model has weights per layer and the number of times differs from the number of layers.
@@ -102,7 +92,12 @@ def pairs_over_time(
     for start in range(0, len(times), CHUNK):
         part = slice(start, start + CHUNK)
         layers = depth(Grid.of(times[part])) if stored is None else jax.tree.map(lambda leaf: leaf[part], stored)
-        pairs = matrix_pairs(model.field, in_type(merge(layers), jnp.float32), feed_forward)
+        layers = in_type(merge(layers), jnp.float32)
+        query, key, value, out = model.field.head_matrices(layers)
+        pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
+        if feed_forward:
+            for name, pair in model.field.feed_forward_matrices(layers).items():
+                pairs[name] = tuple(matrix[:, None] for matrix in pair)
         yield jax.tree.map(np.asarray, pairs)
 
 

@@ -154,11 +154,8 @@ class GeneratedNorm(nnx.Module):
 class GeneratedWeights(DepthWeights):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
 
-    Args:
-        config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (n), `time_frequency` (c),
-            `generator_start`, a key of `GENERATOR_STARTS`, `base_width` and `dtype`.
-        layers: the layers of the vector field.
-        rngs: source of the initial parameters.
+    Of a config, they take `time_embed_dim` (E), `sinusoidal_dim` (n), `time_frequency` (c), `generator_start` (of
+    `GENERATOR_STARTS`), `base_width` and `dtype`.
     """
 
     generated = generates_kernels = sinusoidal = True

@@ -19,11 +19,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from diffeqformer.fields.field import Block, head_width_of
 from diffeqformer.fields.layers import Context, Linear, Norm, dropout, linear, rms_norm
-from diffeqformer.fields.rotary import rotary_table, rotate
+from diffeqformer.fields.rotary import Rotary
 
 BIASES = {
     "none": (),
@@ -43,8 +43,7 @@ class Llama(Block):
 
     Args:
         width, heads, key_value_heads, head_width, mlp: D, H, G, K, F; K must be even.
-        positions: the longest sequence, for which rotations are tabulated.
-        rope_theta, rope_scaling: see `rotary_table`.
+        rotary: the rotations of queries and keys, of whole heads.
         norm_of_norm: the second norm reads the first one's output.
         epsilon, final_epsilon: of the block's norms, and of the final norm.
         shift: whether the block's norms have a shift.
@@ -57,9 +56,7 @@ class Llama(Block):
     key_value_heads: int
     head_width: int
     mlp: int
-    positions: int
-    rope_theta: float
-    rope_scaling: str
+    rotary: Rotary
     norm_of_norm: bool
     epsilon: float
     final_epsilon: float
@@ -83,9 +80,7 @@ class Llama(Block):
             key_value_heads=config.key_value_heads or config.heads,
             head_width=head_width_of(config),
             mlp=config.mlp,
-            positions=config.max_length,
-            rope_theta=config.rope_theta,
-            rope_scaling=config.rope_scaling,
+            rotary=Rotary.of(config, head_width_of(config)),
             norm_of_norm=config.norm_of_norm and not vanilla,
             epsilon=config.norm_epsilon or (1e-5 if vanilla else 1e-6),
             final_epsilon=config.norm_epsilon or 1e-5,
@@ -96,8 +91,7 @@ class Llama(Block):
 
     @property
     def rotated(self) -> int:
-        """Whole heads."""
-        return self.head_width
+        return self.rotary.rotated
 
     @property
     def embedding_stddev(self) -> float:
@@ -121,17 +115,13 @@ class Llama(Block):
         without = [name for name, layer in layers.items() if isinstance(layer, Linear) and name not in self.biases]
         return layers | {name: dataclasses.replace(layers[name], bias=False) for name in without}
 
-    def rotate(self, x: Float[Array, "B S any K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S any K"]:
-        """Rotate heads by the angles of their positions (`rotary.rotate`)."""
-        return rotate(x, position, rotary_table(self.positions, self.head_width, self.rope_theta, self.rope_scaling))
-
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
         [query], [key], [value] = (
             context.make_heads(weights[name], y, self.head_width) for name in ("query", "key", "value")
         )
-        query, key = self.rotate(query, context.position), self.rotate(key, context.position)
+        query, key = (self.rotary.rotate(part, context.position) for part in (query, key))
         mixed = context.attend(query, key, value)
         out = linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total)
         return dropout(out, context, site=0)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from diffeqformer.fields.field import head_width_of
 from diffeqformer.fields.gpt import GPT
 from diffeqformer.fields.layers import Context, dropout, layer_norm, linear
-from diffeqformer.fields.rotary import rotary_table, rotate
+from diffeqformer.fields.rotary import Rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,11 @@ class NeoX(GPT):
     Both branches read the same state in the original, too: with Euler steps of length 1 this is a GPT-NeoX.
 
     Args:
-        positions: the longest sequence, for which rotations are tabulated.
-        rotary_fraction: the part of each head's entries, from the first on, that positions rotate.
-        rope_theta, rope_scaling: see `rotary_table`.
+        rotary: the rotations of queries and keys, of a part of each head's entries (`model.rotary_fraction`).
         tied_head: logits come from the transposed token embedding.
     """
 
-    positions: int
-    rotary_fraction: float
-    rope_theta: float
-    rope_scaling: str
+    rotary: Rotary
     tied_head: bool
 
     learned_positions: ClassVar[bool] = False
@@ -49,22 +44,18 @@ class NeoX(GPT):
             head_width=head_width_of(config),
             mlp=config.mlp,
             epsilon=config.norm_epsilon or 1e-5,
-            positions=config.max_length,
-            rotary_fraction=config.rotary_fraction,
-            rope_theta=config.rope_theta,
-            rope_scaling=config.rope_scaling,
+            rotary=Rotary.of(config, int(config.rotary_fraction * head_width_of(config))),
             tied_head=config.tied_head,
         )
 
     @property
     def rotated(self) -> int:
-        return int(self.rotary_fraction * self.head_width)
+        return self.rotary.rotated
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch, its norm included."""
         y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
         query, key, value = context.make_heads(weights["qkv"], y, self.head_width, parts=3)
-        table = rotary_table(self.positions, self.rotated, self.rope_theta, self.rope_scaling)
-        query, key = (rotate(part, context.position, table) for part in (query, key))
+        query, key = (self.rotary.rotate(part, context.position) for part in (query, key))
         mixed = context.attend(query, key, value).reshape(*x.shape[:2], -1)
         return dropout(linear(weights["attention_out"], mixed, context.total), context, site=0)

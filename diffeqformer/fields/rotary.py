@@ -7,6 +7,7 @@
   year={2021}}
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -47,36 +48,45 @@ def read_scaling(text: str) -> Scaling | None:
     return Scaling(*numbers)
 
 
-@functools.cache
-def rotary_table(
-    positions: int, rotated: int, theta: float = 10_000.0, scaling: str = ""
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of position x theta^(-2 k / R), each [positions, R / 2] fp32, from float64 on the host.
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The rotations of a block's queries and keys.
 
-    Args:
-        rotated: R, the number of rotated entries of a head.
-        scaling: `read_scaling` can read it.
+    positions: the longest sequence, for which they are tabulated.
+    rotated: R, how many of a head's entries are rotated, from the first on.
+    theta: the base of the frequencies (`model.rope_theta`).
+    scaling: how they are slowed down (`read_scaling`).
     """
-    frequencies = theta ** (-2 * np.arange(rotated // 2) / rotated)
-    if scale := read_scaling(scaling):
-        turns = scale.original * frequencies / (2 * np.pi)
-        kept = np.clip((turns - scale.slow) / (scale.fast - scale.slow), 0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scale.factor)
-    angles = np.outer(np.arange(positions), frequencies)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
+    positions: int
+    rotated: int
+    theta: float = 10_000.0
+    scaling: str = ""
 
-def rotate(
-    x: Float[Array, "B S any K"], position: int | Int[Array, "*each"], table: tuple[np.ndarray, np.ndarray]
-) -> Float[Array, "B S any K"]:
-    """Rotate each pair (k, k + R / 2) of the first R entries of every head by the angle of its position, in fp32.
+    @classmethod
+    def of(cls, config, rotated: int) -> "Rotary":
+        """Those of the `model` part of a config."""
+        return cls(config.max_length, rotated, config.rope_theta, config.rope_scaling)
 
-    Args:
-        position: position of the first token (`Context`).
-        table: from `rotary_table`.
-    """
-    cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in table)
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+    @functools.cached_property
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Cosine and sine of position x theta^(-2 k / R), each [positions, R / 2] fp32, from float64 on the host."""
+        frequencies = self.theta ** (-2 * np.arange(self.rotated // 2) / self.rotated)
+        if scale := read_scaling(self.scaling):
+            turns = scale.original * frequencies / (2 * np.pi)
+            kept = np.clip((turns - scale.slow) / (scale.fast - scale.slow), 0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / scale.factor)
+        angles = np.outer(np.arange(self.positions), frequencies)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def rotate(self, x: Float[Array, "B S any K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S any K"]:
+        """Rotate each pair (k, k + R / 2) of the first R entries of every head by the angle of its position, in fp32.
+
+        Args:
+            position: position of the first token (`Context`).
+        """
+        cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in self.table)
+        half = self.rotated // 2
+        first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)

@@ -98,10 +98,3 @@ def test_a_linear_system_has_its_known_exponents():
         x = solver.step(Mean(), layers, x, jnp.float32(dt), Context())
     expected = np.log(1 + lengths[:, None] * rates / 5).sum(0)
     np.testing.assert_allclose(total, np.tile(expected, (5, 1)), atol=1e-5)
-
-
-def test_kaplan_yorke():
-    """The Lorenz system's published exponents give its published dimension; too few give None, only negative ones 0."""
-    assert flow.kaplan_yorke(np.array([0.906, 0.0, -14.572])) == pytest.approx(2.062, abs=1e-3)
-    assert flow.kaplan_yorke(np.array([0.5, 0.1, -0.2])) is None
-    assert flow.kaplan_yorke(np.array([-0.1, -1.0])) == 0

@@ -1,4 +1,4 @@
-"""The largest exponents of the flow of all tokens of a text, equation (8) of the paper, and the flow's dimension."""
+"""The largest exponents of the flow of all tokens of a text, equation (8) of the paper."""
 
 import functools
 
@@ -55,22 +55,6 @@ def flow_exponents(
     return np.log(np.sort(found.astype(np.float64))[::-1])
 
 
-def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
-    """The Kaplan-Yorke dimension from a flow's largest exponents, in order; None if there are too few to define it.
-
-    @inproceedings{kaplan1979chaotic,
-      title={Chaotic behavior of multidimensional difference equations},
-      author={Kaplan, James L and Yorke, James A},
-      booktitle={Functional Differential Equations and Approximation of Fixed Points},
-      year={1979}}
-    """
-    sums = np.cumsum(exponents)
-    if (sums >= 0).all():
-        return None
-    whole = int(np.argmax(sums < 0))  # the first sum below zero has one exponent too many
-    return whole + (sums[whole - 1] / -exponents[whole] if whole else 0.0)
-
-
 def picture(exponents: Float[np.ndarray, "k"]):
     """Plot the exponents by rank."""
     figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
@@ -87,16 +71,13 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
     """The `flow` largest exponents of the flow of all tokens of a text."""
     model, tokens = opened.model, jnp.asarray(ids)
     largest = flow_exponents(model, tokens, flow, num_steps)
-    dimension = kaplan_yorke(largest)
-    said = "not defined by these" if dimension is None else f"{dimension:.3f}"
     shown = [
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
-            "together: the logarithms of a small change's growth over the whole depth in its fastest directions. "
-            f"Kaplan-Yorke dimension: {said}."
+            "together: the logarithms of a small change's growth over the whole depth in its fastest directions."
         ),
         figures.as_html(picture(largest), "exponents of the flow"),
     ]
-    print(f"flow: largest exponent {largest[0]:.3f}; Kaplan-Yorke dimension {said}", flush=True)
-    numbers = {"exponents": largest.tolist(), "kaplan_yorke_dimension": dimension}
+    print(f"flow: largest exponent {largest[0]:.3f}", flush=True)
+    numbers = {"exponents": largest.tolist()}
     return Section("flow", "Exponents of the flow", "".join(shown), numbers, {"exponents": largest})

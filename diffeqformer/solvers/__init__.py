@@ -1,8 +1,7 @@
 """Solvers, by name: numerical methods that move a state through depth."""
 
-from diffeqformer.solvers.adams_bashforth import ADAMS_BASHFORTH
 from diffeqformer.solvers.cache import KeyValueCache
-from diffeqformer.solvers.one_step import ONE_STEP
+from diffeqformer.solvers.methods import ADAMS_BASHFORTH, ONE_STEP
 from diffeqformer.solvers.reversible import reversible_form
 from diffeqformer.solvers.solver import Solver, walk
 

@@ -1,8 +1,8 @@
-r"""The one-step methods: each is a function of a step of length dt from time t, the points at which it takes weights
-(its nodes, from 0 at the step's start to 1 at its end), and its order of convergence.
+r"""The methods: each is a function of a step of length dt from time t, the points at which it takes weights (its nodes,
+from 0 at the step's start to 1 at its end), and its order of convergence.
 
-Midpoint and Heun are of Hairer et al., the classical Runge-Kutta method (rk4) of Kutta, Lie-Trotter splitting as a
-view of transformers of Lu et al., and symmetric splitting of Strang.
+Midpoint, Heun and Adams-Bashforth are from Hairer et al., the classical Runge-Kutta method (rk4) from Kutta, a
+transformer as Lie-Trotter splitting from Lu et al., and symmetric splitting from Strang.
 
 @book{hairer1993solving,
   title={Solving Ordinary Differential Equations {I}: Nonstiff Problems},
@@ -26,6 +26,10 @@ view of transformers of Lu et al., and symmetric splitting of Strang.
   journal={SIAM Journal on Numerical Analysis}, volume={5}, number={3}, pages={506--517}, year={1968}}
 """
 
+import operator
+from typing import NamedTuple
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffeqformer.fields.field import VectorField
@@ -97,3 +101,31 @@ ONE_STEP = {
     "lie_trotter": Solver(lie_trotter, nodes=(1.0,), order=1),
     "strang": Solver(strang, nodes=(0.5,), order=2),
 }
+
+
+class Carried(NamedTuple):
+    """x, and the slope and the length of the step before; the length is 0 before the first step."""
+
+    x: State
+    slope: State
+    length: Length
+
+
+def begin(x: State, dt: Length) -> Carried:
+    """What Adams-Bashforth carries before the first step."""
+    return Carried(x, jnp.zeros_like(x), jnp.zeros_like(dt))
+
+
+def adams_bashforth(field: VectorField, layers: list[dict], state: Carried, dt: Length, context: Context) -> Carried:
+    """x + dt (k + r/2 (k - k_before)), k = f(x; t), where r is the ratio of this step's length to that before.
+
+    The second-order method on steps of any lengths. The first step is Euler's. Its error is of the order of dt^2, like
+    that of the whole.
+    """
+    [start] = layers
+    slope = field(start, state.x, context)
+    ratio = jnp.where(state.length > 0, dt / jnp.where(state.length > 0, state.length, 1), 0)
+    return Carried(state.x + dt * (slope + ratio / 2 * (slope - state.slope)), slope, dt)
+
+
+ADAMS_BASHFORTH = Solver(adams_bashforth, nodes=(0.0,), order=2, begin=begin, read=operator.attrgetter("x"))

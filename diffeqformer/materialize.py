@@ -66,7 +66,6 @@ def materialize(
         check_parameters(params, f"{workdir}, checkpoint {step}")
         with checkpoint.open_to_write(output, 1) as checkpoints:
             checkpoint.save(checkpoints, step, {"params": params}, about)
-            checkpoint.check(checkpoints, wait=True)
     return epath.Path(output)
 
 

@@ -116,9 +116,8 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
     else:
         tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
-    about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save())
-    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
-        checkpoint.save(checkpoints, 1, {"params": drawn(config.model)[1]}, about)
+    named = {"tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
+    save_params(tmp_path, config, {1: drawn(config.model)[1]}, **named)
     opened = checkpoint.load(tmp_path).tokenizer
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")
 

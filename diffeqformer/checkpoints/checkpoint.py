@@ -74,7 +74,8 @@ def open_to_write(
             with contextlib.suppress(Exception):  # which would hide this one
                 checkpoints.close()
         raise
-    checkpoints.close()
+    with written(checkpoints):
+        checkpoints.close()
 
 
 def save(

@@ -137,17 +137,15 @@ class Transformer(nnx.Module):
         """Whether the parameter with that path is trained. With adapters, only these, embeddings and the head are."""
         return not self.has_adapters or path in self.trained_beside_adapters
 
-    def grid(self, num_steps: int | tuple[float, ...] | None = None) -> Grid:
+    def grid(self, num_steps: int | None = None) -> Grid:
         """The steps of this model's solver through depth, in float64.
 
         Args:
-            num_steps: the number of steps of equal length, by default as in training; or the ends of all steps.
+            num_steps: the number of steps, of equal length; by default as in training.
 
         Raises:
             UserError: if `num_steps` is below 1 or above `MOST_STEPS`.
         """
-        if isinstance(num_steps, tuple):
-            return Grid.of(np.array(num_steps, np.float64), self.solver.nodes, self.span)
         num_steps = self.num_steps if num_steps is None else num_steps
         if not 1 <= num_steps <= MOST_STEPS:
             bound = "at least 1" if num_steps < 1 else f"at most {MOST_STEPS:,}"
@@ -268,7 +266,7 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
     return graph, nnx.to_pure_dict(params)
 
 
-def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = None) -> StackedWeights:
+def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeights:
     """`model.weights(model.grid(num_steps))` in one compiled program.
 
     This way, weights in a small compute type need not exist in fp32 all at once.
@@ -280,7 +278,7 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     return weights_of(*split_model(model), num_steps)
 
 
-def check_weights(model: Transformer, num_steps: int | tuple[float, ...] | None = None) -> None:
+def check_weights(model: Transformer, num_steps: int | None = None) -> None:
     """Check that the weights of a number of steps fit into memory.
 
     Raises:
@@ -295,7 +293,7 @@ def check_weights(model: Transformer, num_steps: int | tuple[float, ...] | None 
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))
-def weights_of(graph: nnx.GraphDef, params: dict, num_steps: int | tuple[float, ...] | None) -> StackedWeights:
+def weights_of(graph: nnx.GraphDef, params: dict, num_steps: int | None) -> StackedWeights:
     """`weights_at` of a model that is split."""
     model = nnx.merge(graph, params)
     return model.weights(model.grid(num_steps))

@@ -53,13 +53,11 @@ def with_solver(model: Transformer, name: str, config) -> Transformer:
     return model.replace(solver=SOLVERS[name])
 
 
-def split_reader(
-    model: Transformer, num_steps: int | tuple[float, ...] | None = None, mesh: Mesh | None = None
-) -> Reader:
+def split_reader(model: Transformer, num_steps: int | None = None, mesh: Mesh | None = None) -> Reader:
     """What is needed of a model on one grid, without the many arrays of a hypernetwork.
 
     Args:
-        num_steps: steps of depth, or the times at which they end; None: as trained.
+        num_steps: steps of depth; None: as trained.
         mesh: devices that each get a copy of all; None: everything stays where it is. Weights are made where the
             hypernetwork is, and divided like it.
     """

@@ -96,7 +96,7 @@ class Scorer:
     All processes of a run must make it, and call it with the same sequences, unless they share it by `lead`.
 
     Args:
-        num_steps: steps of depth, or the times at which they end; None: as trained.
+        num_steps: steps of depth; None: as trained.
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
         tokenizer: by which only ids that it can write are called the likeliest.
@@ -105,7 +105,7 @@ class Scorer:
     def __init__(
         self,
         model: Transformer,
-        num_steps: int | tuple[float, ...] | None = None,
+        num_steps: int | None = None,
         batch_size: int = 8,
         mesh: Mesh | None = None,
         tokenizer: Tokenizer | None = None,

@@ -23,12 +23,12 @@ from diffeqformer.config_fields import CHANGEABLE
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import BITS_AT, read_curves
-from diffeqformer.console.results import results_folder, spread, title, write_json, write_text
+from diffeqformer.console.results import markdown_table, results_folder, spread, title, write_json, write_text
 from diffeqformer.errors import UserError, printable
 
 METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
-COLUMNS = ("runs", "seeds", "trained parameters")
+COLUMNS = ("model", "runs", "seeds", "trained parameters")
 COLUMNS += ("at step", "perplexity", "bits/byte", "best bits/byte", "at step of best", "tokens/s")
 
 
@@ -114,7 +114,7 @@ def distinct(values: Iterable[int]) -> str:
 
 def table(groups: dict[str, list[Validated]]) -> str:
     """The groups as a Markdown table, the best first."""
-    lines = ["| model | " + " | ".join(COLUMNS) + " |", "|" + " --- |" * (len(COLUMNS) + 1)]
+    rows = []
     for label, runs in groups.items():
         rates = [run.tokens_per_second for run in runs if run.tokens_per_second]
         ends = {max(run.curve) for run in runs}
@@ -124,8 +124,8 @@ def table(groups: dict[str, list[Validated]]) -> str:
         cells += [spread([run.perplexity for run in runs], 2) if runs[0].perplexity else ""]
         cells += [spread([run.end() for run in runs], 4), spread([run.best() for run in runs], 4)]
         cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(list(COLUMNS), rows)
 
 
 def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:

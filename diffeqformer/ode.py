@@ -20,7 +20,7 @@ from jaxtyping import Int
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
-from diffeqformer.console.results import header, results_folder, write_json, write_text
+from diffeqformer.console.results import header, markdown_table, results_folder, write_json, write_text
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.layers import Context, Linear
@@ -208,24 +208,24 @@ def table(results: dict) -> str:
     frequency = results["time_frequency"]
     features = "" if frequency is None else f", time frequency {frequency:g}"
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
-    lines = [
-        f"{results['title']} at step {results['checkpoint_step']:,}, {as_trained(results)}{features}{times}",
-        "",
-        "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
-        "|---|---|---|---|",
+    title = f"{results['title']} at step {results['checkpoint_step']:,}, {as_trained(results)}{features}{times}"
+    ratios = [
+        [name, f"{row['gap']:.3f}", f"{row['half_change']:.3f}", f"{row['ratio']:.2f}"]
+        for name, row in results["smoothness"].items()
     ]
-    for name, row in results["smoothness"].items():
-        lines.append(f"| {name} | {row['gap']:.3f} | {row['half_change']:.3f} | {row['ratio']:.2f} |")
     text = ", ".join(results["files"] or [results["task"], results["split"]])
-    lines += ["", f"| grid | perplexity of {results['windows']} windows of {results['window']} ({text}) |", "|---|---|"]
-    lines += [f"| {name} | {plain(value)} |" for name, value in results["perplexities"].items()]
+    perplexities = [[name, plain(value)] for name, value in results["perplexities"].items()]
     found = results["convergence"]
-    lines += ["", "| solver | " + " | ".join(f"error at {n} steps" for n in found["num_steps"]) + " | observed order |"]
-    lines.append("|" + "---|" * (len(found["num_steps"]) + 2))
-    for method, errors in found["errors"].items():
-        cells = [f"{error:.1e}" for error in errors] + [shown(found["orders"][method])]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    errors = [
+        [method, *(f"{error:.1e}" for error in errors), shown(found["orders"][method])]
+        for method, errors in found["errors"].items()
+    ]
+    tables = [
+        (["kernel", "distance from its neighbours' mean", "half its neighbours' difference", "ratio"], ratios),
+        (["grid", f"perplexity of {results['windows']} windows of {results['window']} ({text})"], perplexities),
+        (["solver", *(f"error at {n} steps" for n in found["num_steps"]), "observed order"], errors),
+    ]
+    return "\n\n".join([title, *(markdown_table(*parts) for parts in tables)])
 
 
 def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
@@ -235,20 +235,12 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     for entry in range(values.shape[1]):
         over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
         over_time.plot(trained, at_trained[:, entry], "o", color=COLOURS[entry])
-    over_time.set(
-        title="a few weights over time; dots: trained", xlabel="t", ylabel="weight, less its mean at the dots"
-    )
-
+    over_time.set(title="a few weights over time; dots: trained", xlabel="t", ylabel="weight, less the dots' mean")
     found = results["convergence"]
     for method, series in found["errors"].items():
         errors.loglog(found["num_steps"], series, "o-", label=f"{method}, order {shown(found['orders'][method])}")
-    errors.set(
-        xlabel="steps of depth",
-        ylabel="error, relative to the length of x(1)",
-        title="relative error of the last state",
-        xticks=found["num_steps"],
-    )
-    errors.set_xticklabels(found["num_steps"])
+    errors.set(title="error of the last state", xlabel="steps of depth", ylabel="error, relative to the length of x(1)")
+    errors.set_xticks(found["num_steps"], found["num_steps"])
     errors.minorticks_off()
     log_if_wide(errors)
     errors.legend()

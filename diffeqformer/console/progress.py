@@ -11,6 +11,7 @@ from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from diffeqformer.console.results import markdown_table
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import reachable
 
@@ -90,8 +91,8 @@ class TensorBoard:
 
     def config(self, fields: dict) -> None:
         """Write the fields as a table, for TensorBoard's page of texts."""
-        rows = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in fields.items()]
-        self.text(self.first_step, "config", "\n".join(["| field | value |", "| - | - |", *rows]))
+        rows = [[name, str(value).replace("|", "&#124;")] for name, value in fields.items()]
+        self.text(self.first_step, "config", markdown_table(["field", "value"], rows))
 
     def scalars(self, step: int, group: str, values: dict[str, float]) -> None:
         for name, value in values.items():

@@ -129,6 +129,11 @@ def _finite(data):
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
+
+
 def spread(values: Sequence[float], digits: int) -> str:
     """The mean of some values, with their standard deviation if there are several."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""

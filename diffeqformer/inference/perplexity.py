@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
+from diffeqformer.console.results import markdown_table
 from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.tokenizers import Tokenizer, describe_lost, lost_in
 from diffeqformer.depth.depths import shares_of_depths
@@ -145,19 +146,15 @@ def table(results: dict) -> str:
     columns = [name for name in COLUMNS if name in first]
     sizes = [counted(first[f"{name}s"], name) for name in ("document", "byte", "word", "token") if f"{name}s" in first]
     sizes = sizes or [f"{first['paper_tokens']:,} tokens"]
-    lines = [
-        heading(results),
-        f"{', '.join(sizes)} ({results['tokenizer']})",
-        "",
-        "| " + " | ".join(COLUMNS[name] for name in columns) + " |",
-        "|" + "---|" * len(columns),
-    ]
+    rows = []
     for row in results["rows"]:
         cells = [row["solver"], str(row["num_steps"])]
         for name in columns[2:]:
             digits = 4 if name == "bits_per_byte" else 2
             cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
+    lines = [heading(results), f"{', '.join(sizes)} ({results['tokenizer']})", ""]
+    lines.append(markdown_table([COLUMNS[name] for name in columns], rows))
     if lost := describe_lost(results["unknown_tokens"], results["altered_documents"]):
         withheld = ", so what is divided by words or bytes is withheld" * bool(results["unknown_tokens"])
         lines += ["", f"The tokenizer loses text: {lost}{withheld}."]

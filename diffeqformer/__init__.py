@@ -9,18 +9,11 @@
 """
 
 import os
-import sys
-
-from diffeqformer.errors import end_imports_on_interrupt
 
 __version__ = "0.1.0"
 
 # read gs:// through gcsfs, as for token stores: importing TensorFlow takes seconds
 os.environ.setdefault("EPATH_USE_TF", "false")
-
-# while `python -m` looks for the module of a command, its argument is "-m"
-if sys.argv[:1] == ["-m"] and "diffeqformer" in (name.partition(".")[0] for name in sys.orig_argv):
-    end_imports_on_interrupt()
 
 
 def open(workdir, step: int | str | None = None):

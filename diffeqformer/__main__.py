@@ -8,7 +8,7 @@ import pathlib
 import runpy
 import sys
 
-from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable, say_and_end
+from diffeqformer.errors import did_you_mean, printable, say_and_end
 
 COMMANDS = (
     "main", "plan", "doctor", "prepare", "generate", "evaluate", "downstream", "harness", "materialize", "import",
@@ -31,7 +31,6 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         sys.argv = [name, *arguments]
-        end_imports_on_interrupt()
         runpy.run_module(f"diffeqformer.{module_of(name)}", run_name="__main__", alter_sys=True)
     elif name in ("--help", "-h", "help"):
         width = max(map(len, COMMANDS))

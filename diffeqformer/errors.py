@@ -5,7 +5,6 @@ import difflib
 import errno
 import os
 import re
-import signal
 import sys
 import traceback
 import unicodedata
@@ -54,15 +53,6 @@ def printable(text: str) -> str:
     """
     kept = "\n\t\u00ad\u200c\u200d"
     return "".join(c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else "\ufffd" for c in text)
-
-
-def end_imports_on_interrupt() -> None:
-    """Let Ctrl-C end the process at once while a command's imports take seconds: a library could swallow an exception.
-
-    `diffeqformer.console.command_line.run` restores Python's own way.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def out_of_memory(error: Exception) -> bool:

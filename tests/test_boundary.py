@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -90,18 +89,3 @@ def test_an_output(output, status, sentence, run, tmp_path):
     line = f"set -o pipefail; {line} {output}"
     done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr
-
-
-@pytest.mark.long
-def test_ctrl_c_while_imports_run_ends_the_process_at_once_and_silently():
-    start = ["-m", "diffeqformer", "generate"]
-    running = subprocess.Popen(
-        [sys.executable, "-X", "importtime", *start, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    for line in running.stderr:
-        if line.split("|")[-1].strip() == "numpy":
-            break
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == -signal.SIGINT and "Traceback" not in errors

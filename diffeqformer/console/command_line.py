@@ -3,7 +3,6 @@
 import functools
 import pathlib
 import re
-import signal
 import sys
 from collections.abc import Callable
 
@@ -170,8 +169,6 @@ def run(
         interrupted: the message after Ctrl-C.
         verbosity: log level of the libraries.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     set_up()
     if sys.stdout.isatty():  # files and pipes get texts as they are
         sys.stdout = PrintableOutput(sys.stdout)

@@ -77,11 +77,9 @@ def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: b
             inherits = not named
         elif sampled and not named and (name == "solver" or field.base == "either"):
             inherits = True  # `discretized_config` has reset it, as only generated weights can have some of its values
-        elif field.base == "run" or (field.base == "either" and (named or differs)):
-            inherits = False
         else:
-            inherits = True
-            if name != "kind" and (named or (meant and differs)) and ours != theirs:
+            inherits = field.base != "run" and not (field.base == "either" and (named or differs))
+            if inherits and name != "kind" and (named or (meant and differs)) and ours != theirs:
                 raise UserError(
                     f"config.model.{name}: must be the base's, {theirs!r}, but it is {ours!r}; leave it out"
                 )

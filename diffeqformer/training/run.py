@@ -124,14 +124,12 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         make_folder(folder)
         hosts.check_shared(folder)
     with hosts.all_succeed("the newest checkpoint"):  # fail before a corpus is prepared for hours
-        saved = read_saved(config, folder, about)
-        if saved:
-            about = dataclasses.replace(about, base=saved.base, teacher=saved.teacher)
-        if config.base and not saved:
-            about = dataclasses.replace(about, base=finetune.base_of(config, about))
-        if config.teacher_weight and not saved:
-            about = dataclasses.replace(about, teacher=record_of_teacher(config, about))
-    origins = {"config.base": about.base, "config.teacher": about.teacher}
+        if saved := read_saved(config, folder, about):
+            base, teacher = saved.base, saved.teacher
+        else:
+            base = finetune.base_of(config, about) if config.base else None
+            teacher = record_of_teacher(config, about) if config.teacher_weight else None
+    origins = {"config.base": base, "config.teacher": teacher}
     hosts.check_same(origins, "give all hosts the same run, which has ended")
     with hosts.all_succeed("the token store"):
         data = config.data.copy_and_resolve_references()
@@ -139,14 +137,11 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         if not store.exists() and before.name == store.name and before.exists():
             data.dir = str(before.parent)  # where the run had it
         splits = open_prepared(data, tokenizer, config.sequence_length, saved is not None)
-        about = dataclasses.replace(about, store=os.path.abspath(store_folder(data, tokenizer)))
-    about = dataclasses.replace(
-        about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
-    )
+        store = os.path.abspath(store_folder(data, tokenizer))
     make_folder(folder)
-    hashes = about.data_sha256, about.validation_sha256
+    hashes = {"data_sha256": splits["train"].sha256, "validation_sha256": splits["validation"].sha256}
     hosts.check_same({"config.data.dir: the token store": hashes}, "give all hosts the same one")
-    return splits, about
+    return splits, dataclasses.replace(about, base=base, teacher=teacher, store=store, **hashes)
 
 
 def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:

@@ -161,7 +161,7 @@ def test_two_processes_import_as_one_and_each_reads_its_own_rows(kind, tmp_path)
 @pytest.mark.long
 def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
     for _, errors in finish(start(2, 1, [tmp_path / "a", tmp_path / "b"], short_stores), 1):
-        assert "isn't the same folder for all processes (1 can't see what 0 writes)" in errors
+        assert "not the same on process 1 as on process 0; use a folder on a disk that all hosts share" in errors
 
 
 @pytest.mark.long

@@ -133,16 +133,10 @@ def check_shared(workdir: epath.Path) -> None:
         if is_first():
             sign.touch()
         multihost_utils.sync_global_devices("sign")
-        seen = of_all(sign.exists())
+        check_same({f"--workdir: {workdir}": sign.exists()}, "use a folder on a disk that all hosts share")
     finally:
         if is_first():
             sign.unlink(missing_ok=True)
-    if not all(seen):
-        blind = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
-        raise UserErrorEverywhere(
-            f"--workdir: {workdir} isn't the same folder for all processes ({blind} can't see what 0 writes); use one "
-            "on a disk that all hosts share"
-        )
 
 
 def wait(what: str) -> None:
@@ -198,9 +192,9 @@ def any_process(flag: bool) -> bool:
 
 def check_same(values: dict[str, object], remedy: str) -> None:
     """Check that values are the same on every process. If not, all raise a UserErrorEverywhere that names these."""
-    first, *others = of_all({name: repr(value) for name, value in values.items()})
-    apart = [str(number) for number, other in enumerate(others, 1) if other != first]
-    if names := [name for name in values if any(other[name] != first[name] for other in others)]:
+    first, *others = of_all([repr(value) for value in values.values()])  # names can have a host's own paths
+    if apart := [str(number) for number, other in enumerate(others, 1) if other != first]:
+        names = [name for name, *found in zip(values, first, *others) if len(set(found)) > 1]
         raise UserErrorEverywhere(
             f"{', '.join(names)}: not the same on process {', '.join(apart)} as on process 0; {remedy}"
         )

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model
-from helpers import ONE_DEVICE, first_state, lively_model, loss_and_gradient, tokens_of, toy_config
+from helpers import first_state, lively_model, loss_and_gradient, tokens_of, toy_config
 
 
 def random_tokens(examples: int):
@@ -99,12 +98,6 @@ def test_the_gradient_of_shared_weights_adds_up_in_float32(remat, solver):
         return np.linalg.norm(mine - exact) / np.linalg.norm(exact)
 
     assert error(96) < 1.25 * error(12) and error(12) > 1e-3  # the products themselves are bf16
-
-
-def test_the_train_step_takes_the_microbatches_of_its_config():
-    program = Program(toy_config(batch_size=16, microbatches=3), ONE_DEVICE)
-    with pytest.raises(UserError, match=r"^microbatches: must divide the batch \(16 examples\), but it is 3"):
-        jax.eval_shape(program.train_step, program.state_shapes, jax.ShapeDtypeStruct((16, 16), "int32"))
 
 
 @pytest.mark.parametrize("devices, changes", [(2, {}), (1, {"model__generate_chunk": 2, "model__remat": "step"})])

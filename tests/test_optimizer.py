@@ -30,7 +30,6 @@ from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import abstract_model, merge_trees
 from helpers import ONE_DEVICE, change, first_state, normal, run_steps, tokens_of, toy_config
 
-WSD = {"optimizer__schedule": "wsd", "optimizer__warmup_steps": 2, "optimizer__decay_fraction": 0.5}
 SIZES = {
     "batch_size": 16, "optimizer__warmup_fraction": 0.0, "optimizer__epsilon": 1e-6, "model__vocab_multiple": 16,
     "model__time_embed_dim": 8, "model__width": 128, "model__mlp": 256, "optimizer__weight_decay": 10.0,
@@ -89,7 +88,8 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
 
 
 def test_the_rate_before_the_decay_does_not_depend_on_the_steps():
-    config = toy_config(steps=100, **WSD, optimizer__learning_rate=1.0, optimizer__final_fraction=0.2)
+    config = toy_config(steps=100)
+    config.optimizer.update(schedule="wsd", warmup_steps=2, decay_fraction=0.5, learning_rate=1.0, final_fraction=0.2)
     rates = [float(learning_rate_schedule(config)(step)) for step in range(100)]
     assert rates[:4] == [0.0, 0.5, 1.0, 1.0] and set(rates[2:51]) == {1.0}
     np.testing.assert_allclose(rates[50:], np.linspace(1, 0.2, 51)[:-1], rtol=1e-5)

@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 from diffeqformer.cross_entropy import cross_entropy
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
-from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
 from diffeqformer.fields.layers import Context, at_its_precision, multiplying
 from diffeqformer.parallel.mesh import AXES
@@ -106,12 +105,9 @@ class ShardedLoss:
 
         Args:
             keys: one dropout key for each example, or None.
-            microbatches: number of parts of each device's examples, processed one after the other.
+            microbatches: number of equal parts of each device's examples, processed one after the other.
             grid: the steps of depth; by default the model's own grid.
             teacher_state: the teacher's, if there is one. Then its weight times the divergence from it is added.
-
-        Raises:
-            UserError: if the microbatches don't divide the examples of a device.
         """
         model = nnx.merge(self.graph, params)
         grid = grid or model.grid()
@@ -270,12 +266,7 @@ def sum_over_devices(total: Float[Array, ""], scored: Float[Array, "B S"]) -> tu
 
 
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
-    """The microbatches of a batch, which they must divide.
-
-    The m-th has rows m, m + parts, ..., so every device has a share of each.
-    """
-    if len(array) % parts:
-        raise UserError(f"microbatches: must divide the batch ({len(array)} examples), but it is {parts}")
+    """The microbatches of a batch. The m-th has rows m, m + parts, ..., so every device has a share of each."""
     return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
 
 

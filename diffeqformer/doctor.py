@@ -46,7 +46,6 @@ from diffeqformer.rules import decay_start
 from diffeqformer.training.run import complete, saved_tokenizer
 from diffeqformer.training.step import Program
 from diffeqformer.training.teacher import config_of_teacher
-from diffeqformer.training.trackers import check_installed
 from diffeqformer.training.utilisation import peak_of, utilisation
 
 MATMUL = 0.6  # of the peak, which large products reach on a sound chip
@@ -326,23 +325,18 @@ def folders(workdir: str, data: str | None, needs: Needs) -> Iterator[Row]:
         yield row._replace(verdict="unknown") if row.verdict == "wrong" else row  # what is there needn't be written
 
 
-def named(config: ConfigDict, workdir: str) -> Iterator[Row]:
-    """Rows for what a config names: its trackers, which process 0 uses, and its token store at `data.remote`."""
-    names, data = config.tracker, config.data
-    remedy = "install what is missing on the first host, or choose another config.tracker"
-    installed = functools.partial(check_installed, names if hosts.is_first() else "")
-    yield check("config.tracker", remedy, installed, lambda _: (names, "installed", "ok"))
+def store(config: ConfigDict, workdir: str) -> Row:
+    """The row of the config's token store, which is at `data.remote`."""
+    remedy = "diffeqformer prepare with the same options puts it there"
 
     def is_there() -> bool:
-        folder = store_folder(data, tokenizer_of(data, saved_tokenizer(config, workdir)))
-        return folder.exists() or has_store(data.remote, folder.name)
+        folder = store_folder(config.data, tokenizer_of(config.data, saved_tokenizer(config, workdir)))
+        return folder.exists() or has_store(config.data.remote, folder.name)
 
     def judge(found: Sequence[bool]) -> tuple[str, str, str]:
         return ("there", "", "ok") if all(found) else ("no token store of this config", "", "wrong")
 
-    if data.remote:
-        remedy = "diffeqformer prepare with the same options puts it there"
-        yield check("config.data.remote", remedy, is_there, judge)
+    return check("config.data.remote", remedy, is_there, judge)
 
 
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:
@@ -374,8 +368,8 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     yield check("slowest matmul", remedy, slowest_product, lambda found: products(found, peak_of(kind)))
     yield from all_reduces(needs.mesh)
     yield from folders(workdir, config and config.data.dir, needs)
-    if config:
-        yield from named(config, workdir)
+    if config and config.data.remote:
+        yield store(config, workdir)
 
 
 def report(rows: Iterable[Row]) -> None:

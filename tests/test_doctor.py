@@ -99,22 +99,13 @@ def test_a_disk_that_is_full_is_wrong_and_nothing_stays_on_it(monkeypatch, tmp_p
     assert not os.listdir(tmp_path)
 
 
-def test_what_a_config_names_must_be_there(monkeypatch, tmp_path):
-    """Its tracker, and its token store at a URL or here."""
+def test_the_store_that_a_config_names_must_be_there(tmp_path):
     config = toy_config(data__dir=str(tmp_path / "here"), data__remote=f"file://{tmp_path}/there")
-
-    def rows():
-        return list(doctor.named(config, str(tmp_path)))
-
-    assert verdicts(rows()) == ["ok", "wrong"]
-    name = "python_stdlib-bytes"
-    (tmp_path / "there" / name).mkdir(parents=True)
-    assert verdicts(rows()) == ["ok", "wrong"]
-    (tmp_path / "there" / name / "store.json").touch()
-    assert verdicts(rows()) == ["ok", "ok"]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config.tracker = "wandb,tensorboard"
-    assert rows()[0].found.startswith("process 0: config.tracker: wandb isn't installed;")
+    assert doctor.store(config, str(tmp_path)).verdict == "wrong"
+    (tmp_path / "there" / "python_stdlib-bytes").mkdir(parents=True)
+    assert doctor.store(config, str(tmp_path)).verdict == "wrong"
+    (tmp_path / "there" / "python_stdlib-bytes" / "store.json").touch()
+    assert doctor.store(config, str(tmp_path)).verdict == "ok"
 
 
 def test_rows_are_printed_as_they_come_and_what_is_wrong_ends_with_a_sentence(capsys):
@@ -139,7 +130,7 @@ def test_the_command_examines_a_machine(options, tmp_path):
     lines = done.stdout.splitlines()
     checks = ["check", "packages", "devices", "memory of devices", "slowest matmul", "all-reduce over "]
     checks += ["all-reduce over fsdp"] * bool(options) + ["disk of --workdir", "room for checkpoints"]
-    checks += ["disk of config.data.dir", "config.tracker"] * bool(options)
+    checks += ["disk of config.data.dir"] * bool(options)
     assert [line[9:].startswith(check) for line, check in zip(lines, checks, strict=False)] == [True] * len(checks)
     assert lines[len(checks)] == "Nothing is wrong" and not os.listdir(tmp_path)
 

@@ -256,7 +256,6 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
             raise UserError(
                 f"config.data.{field}: the {split} split has no text in it ({about['origin']}); choose another"
             )
-    start = time.monotonic()
     verify(partial, about)
     write_whole(partial / "store.json", json.dumps(sealed(about), indent=1))  # before the records are deleted
     read_about(partial)
@@ -271,4 +270,3 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
         print(f"  {split}: {what}, sha256 {entry['sha256'][:12]}")
         if lost := describe_lost(entry["unknown"], entry["altered"]):
             print(f"  {split}: {lost}; docs/data.md says which tokenizers keep text whole")
-    print(f"  verified in {time.monotonic() - start:.1f} s", flush=True)

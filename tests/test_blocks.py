@@ -115,7 +115,7 @@ def test_what_is_left_out_is_the_published_block():
     """Epsilons, too, which no shape shows."""
     for kind, block, final in (("diffeqformer", 1e-6, 1e-5), ("llama", 1e-5, 1e-5)):
         field = vector_field(authors.model_config(kind, "llama"))
-        assert (field.epsilon, field.final_epsilon) == (block, final) and field.rotary == Rotary(16, 8, 10_000, "")
+        assert (field.epsilon, field.final_epsilon) == (block, final) and field.rotary == Rotary(16, 8, 10_000.0, "")
         same = authors.model_config(kind, "llama", head_width=8, key_value_heads=4)
         assert vector_field(same) == field
     given = vector_field(authors.model_config("diffeqformer", "llama", norm_epsilon=1e-3))

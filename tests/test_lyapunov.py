@@ -12,7 +12,7 @@ from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import weights_at, weights_of
-from helpers import lively_model
+from helpers import lively_model, normal
 
 TOKENS = jnp.arange(3, 9)
 
@@ -62,6 +62,16 @@ def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solv
     singular = np.log(np.linalg.svd(whole, compute_uv=False))
     for count in (5, 30):
         np.testing.assert_allclose(flow.flow_exponents(model, TOKENS, count=count), singular[:count], atol=1e-4)
+
+
+def test_the_total_derivative_of_many_tokens_is_that_of_forward_mode():
+    """XLA of jaxlib 0.10 for CPUs gets it wrong if rows are pulled back together."""
+    model, tokens = lively_model("diffeqformer", num_steps=2, width=64, mlp=16, max_length=64), jnp.arange(64)
+    weights, x = weights_at(model), model.embed(tokens[None], Context())[0]
+    tangent = jnp.asarray(normal(np.random.RandomState(0), x.shape))
+    expected = flow.push_forward(model.solver, model.field, weights, x, tangent)[-1]
+    found = np.einsum("soi,si->o", lyapunov.total_derivative(model, tokens), tangent)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 class Mean(VectorField):

@@ -18,13 +18,13 @@ from diffeqformer.transformer import Transformer, weights_at
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"))
-def _tangent(solver, field, weights, x, vector):
+def push_forward(solver, field, weights, x, vector):
     """Where the flow carries a tangent vector at x(0)."""
     return jax.jvp(lambda x: walk(solver, field, weights, x[None], Context())[0], (x,), (vector,))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"))
-def _cotangent(solver, field, weights, x, vector):
+def pull_back(solver, field, weights, x, vector):
     """What a cotangent vector at x(1) is pulled back to."""
     return jax.vjp(lambda x: walk(solver, field, weights, x[None], Context())[0], x)[1](vector)[0]
 
@@ -48,7 +48,7 @@ def flow_exponents(
             raise NotFinite
         return np.asarray(found).ravel()
 
-    forward, back = (functools.partial(product, derivative) for derivative in (_tangent, _cotangent))
+    forward, back = (functools.partial(product, derivative) for derivative in (push_forward, pull_back))
     jacobian = LinearOperator((x.size, x.size), forward, rmatvec=back, dtype=np.float32)
     start = np.random.RandomState(0).standard_normal(x.size).astype(np.float32)
     found = svds(jacobian, min(count, x.size - 1), v0=start, return_singular_vectors=False)

@@ -28,7 +28,7 @@ from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import Transformer, weights_at
 
-CHUNK = 64  # number of rows of a Jacobian that are computed at once
+CHUNK = 64  # number of rows of a Jacobian that are computed at once, or between two reports of progress
 OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter")]
 """With these, other tokens move only at the end of a step."""
 
@@ -65,11 +65,6 @@ class LastToken(VectorField):
         return self.field.feed_forward(weights, row, context)
 
 
-def rows_at_once(tokens: int) -> int:
-    """How many rows of a Jacobian to pull back at once through the attention of some tokens: H S^2 numbers for each."""
-    return max(1, CHUNK * 256**2 // max(256, tokens) ** 2)
-
-
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
 def advance(solver, field, layers, dt, x, tangents):
     """Y -> (I + J) Y for every input token, [S, D, D], as Q and log |diag R|, in the step from the state x."""
@@ -81,7 +76,7 @@ def advance(solver, field, layers, dt, x, tangents):
 
     increment, pull = jax.vjp(increment_of_last, x)
     rows = jnp.eye(increment.size, dtype=increment.dtype)
-    at_once = CHUNK if others_wait else rows_at_once(x.shape[1])
+    at_once = CHUNK if others_wait else 1  # as below
     jacobian = jax.lax.map(lambda row: pull(row)[0][0], rows, batch_size=at_once).swapaxes(0, 1)  # [S, out, in]
 
     def orthogonal(of_token):  # a few tokens at a time: for all of them, each array here would have S D^2 numbers
@@ -136,7 +131,8 @@ def exponents(
 @functools.partial(jax.jit, static_argnames=("solver", "field"))
 def _pull_back(solver, field, weights, x, rows):
     _, pull = jax.vjp(lambda x: walk(solver, field, weights, x[None], Context())[0, -1], x)
-    return jax.vmap(lambda row: pull(row)[0])(rows)
+    # One after another: XLA of jaxlib 0.10 for CPUs gets norms wrong if many rows are pulled back through all tokens.
+    return jax.lax.map(lambda row: pull(row)[0], rows)
 
 
 def total_derivative(
@@ -153,9 +149,8 @@ def total_derivative(
     """
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
-    rows, at_once = jnp.eye(x.shape[-1], dtype=x.dtype), rows_at_once(len(tokens))
-    parts = []
-    for start in range(0, len(rows), at_once):
-        parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + at_once])))
-        progress(min(start + at_once, len(rows)), len(rows))
+    rows, parts = jnp.eye(x.shape[-1], dtype=x.dtype), []
+    for start in range(0, len(rows), CHUNK):
+        parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + CHUNK])))
+        progress(min(start + CHUNK, len(rows)), len(rows))
     return np.concatenate(parts).swapaxes(0, 1)

@@ -33,7 +33,6 @@ def materialize(
     """Write a checkpoint of a run as a discretized model, numbered by its training step, and return the folder.
 
     Args:
-        workdir: folder of the run.
         num_steps: steps of depth; None: as trained.
         dtype: float32 or bfloat16, of weights and computation; None: the run's compute type.
         output: folder of the new checkpoint, which must not hold one yet; by default a subfolder of the run's.

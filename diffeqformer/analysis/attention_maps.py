@@ -81,11 +81,7 @@ def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None =
 def input_gradients(
     model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None = None
 ) -> Float[np.ndarray, "S"]:
-    """The length of the gradient of log p(target | tokens) with respect to each token's x(0).
-
-    Args:
-        target: the id that comes next.
-    """
+    """The length of the gradient of log p(target | tokens) with respect to each token's x(0)."""
     weights = weights_at(model, num_steps)
 
     def log_probability(x):

@@ -34,12 +34,7 @@ OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter")]
 
 
 class LastToken(VectorField):
-    """A vector field at the last token only. The token attends to the keys and values of a whole state.
-
-    Args:
-        field: the vector field of all tokens.
-        x: the state [B, S, D].
-    """
+    """A vector field at the last token only. The token attends to the keys and values of a whole state x."""
 
     def __init__(self, field: VectorField, x: Float[Array, "B S D"]):
         self.field, self.x = field, x
@@ -101,10 +96,8 @@ def exponents(
     cut the text after it: it doesn't depend on later tokens.
 
     Args:
-        num_steps: of depth; by default as trained.
         published: take the derivative at each step as the authors' code does: with the weights at the step's start and
             the state at its end. Its weights must be generated, and its solver Euler's.
-        progress: called with the number of finished steps and their total.
 
     Raises:
         UserError: if the model can't take that number of steps, or its solver carries more than the state.
@@ -141,12 +134,7 @@ def total_derivative(
     num_steps: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float[np.ndarray, "S out D"]:
-    """The derivative of the last token's state x(1) with respect to every token's x(0), along all paths.
-
-    Args:
-        num_steps: of depth; by default as trained.
-        progress: called with the number of finished rows and their total.
-    """
+    """The derivative of the last token's state x(1) with respect to every token's x(0), along all paths."""
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
     rows, parts = jnp.eye(x.shape[-1], dtype=x.dtype), []

@@ -60,10 +60,7 @@ def in_float32(section: Callable) -> Callable:
 
 
 def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:
-    """Check that a text has enough tokens for a section and fits into the model's positions.
-
-    Args:
-        name: the option that gave the text.
+    """Check that a text, from the option `name`, has enough tokens for a section and fits into the model's positions.
 
     Raises:
         UserError: if it is too short, or longer than the model has positions.

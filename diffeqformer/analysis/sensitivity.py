@@ -38,10 +38,7 @@ def measure(
 ) -> tuple[dict[str, Float[np.ndarray, "S"]], dict[str, np.ndarray]]:
     """The four measures of each token's influence by name, and the arrays behind the first two.
 
-    Without the first one, if the solver carries more than the state.
-
-    Args:
-        target: the id whose log probability is differentiated.
+    Without the first one, if the solver carries more than the state. The last is the gradient of `target`'s.
     """
     measures, arrays = {}, {}
     lyapunov_sensitivity, total, rollout, gradient = MEASURES

@@ -104,9 +104,6 @@ def pairs_over_time(
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
     """The spectra of a model's products at some times. Weights shared by all times count as one time.
 
-    Args:
-        feed_forward: whether to include the feed-forward, whose matrices are the largest.
-
     Raises:
         UserError: if the model has no weights at these times.
     """
@@ -180,7 +177,6 @@ def section(
     """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
 
     Args:
-        num_steps: of depth; by default as trained.
         times: number of times, evenly spaced over the depth; by default the times at which the steps take weights.
         feed_forward: whether to include its products, which take longest.
 

@@ -48,12 +48,6 @@ class Grid:
 
 
 def shifted_grid(grid: Grid, nodes: tuple[float, ...], key: Key[Array, ""]) -> Grid:
-    """The grid of one training step: `grid` moved back by a random part of a step (`TRAINING_TIMES`).
-
-    Args:
-        grid: uniform, on the host.
-        nodes: the solver's nodes.
-        key: random key of this training step.
-    """
+    """A uniform grid, on the host, moved back by a random part of a step for one training step (`TRAINING_TIMES`)."""
     ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
     return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes, grid.span)

@@ -54,13 +54,7 @@ def adapted_layers(layers: dict[str, Linear | Norm], pattern: str, rank: int) ->
 def add_adapters(
     stack: nnx.Dict, layers: dict[str, Linear | Norm], pattern: str, rank: int, start: str, rngs: nnx.Rngs
 ) -> None:
-    """Add factors to the layers of `adapted_layers`, one pair for each step.
-
-    Args:
-        stack: the parameters of every layer, with the axis T in front. The factors are added to it.
-        layers: their shapes.
-        start: one of `ADAPTER_STARTS`.
-    """
+    """Add factors to the parameters `stack` of `adapted_layers`, one pair for each step."""
     for name in adapted_layers(layers, pattern, rank):
         layer, steps = layers[name], len(stack[name].kernel[...])
         stddevs = (layer.inputs**-0.5, 0.0) if start == "zero" else (1e-6, 1e-6)
@@ -71,10 +65,8 @@ def add_adapters(
 
 
 def of_adapters_type(layers: dict) -> dict:
-    """The same layers with kernels in the type of the factors, in which they are gathered and multiplied.
-
-    Args:
-        layers: the layers of one step, or stacked. Without adapters nothing changes.
+    """The same layers, of one step or stacked, with kernels in the type of the factors, in which they are gathered and
+    multiplied. Without adapters nothing changes.
     """
     dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]
     if not dtypes:
@@ -86,11 +78,7 @@ def of_adapters_type(layers: dict) -> dict:
 
 
 def merge(layers: dict) -> dict:
-    """Equivalent layers without adapters: kernel + a b. Kernels are returned in the type of the factors.
-
-    Args:
-        layers: the layers of one step, or stacked. Without adapters nothing changes.
-    """
+    """Equivalent layers without adapters: kernel + a b. Kernels are returned in the type of the factors."""
     merged = dict(of_adapters_type(layers))
     for name, weights in layers.items():
         if "a" in weights:

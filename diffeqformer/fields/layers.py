@@ -119,11 +119,7 @@ Heads = tuple[Float[Array, "B S any K"], ...]
 
 
 def heads(weights: dict, x: Float[Array, "B S inputs"], head_width: int, parts: int = 1) -> Heads:
-    """Apply a linear layer whose outputs are ordered [head, part, head width], and take its parts apart.
-
-    Returns:
-        A tuple with an array for each part, of the heads that this device has.
-    """
+    """Apply a linear layer whose outputs are ordered [head, part, head width], and take its parts apart."""
     y = linear(weights, x).reshape(*x.shape[:2], -1, parts, head_width)
     return tuple(y[..., part, :] for part in range(parts))
 

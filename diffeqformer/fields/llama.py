@@ -44,11 +44,9 @@ class Llama(Block):
     Args:
         width, heads, key_value_heads, head_width, mlp: D, H, G, K, F; K must be even.
         rotary: the rotations of queries and keys, of whole heads.
-        norm_of_norm: the second norm reads the first one's output.
         epsilon, final_epsilon: of the block's norms, and of the final norm.
         shift: whether the block's norms have a shift.
         biases: the linear layers that have one.
-        tied_head: logits come from the transposed token embedding.
     """
 
     width: int

@@ -22,11 +22,8 @@ from diffeqformer.fields.rotary import Rotary
 class NeoX(GPT):
     """dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t).
 
-    Both branches read the same state in the original, too: with Euler steps of length 1 this is a GPT-NeoX.
-
-    Args:
-        rotary: the rotations of queries and keys, of a part of each head's entries (`model.rotary_fraction`).
-        tied_head: logits come from the transposed token embedding.
+    Both branches read the same state in the original, too: with Euler steps of length 1 this is a GPT-NeoX. Positions
+    rotate a part of each head's entries (`model.rotary_fraction`).
     """
 
     rotary: Rotary

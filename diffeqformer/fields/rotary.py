@@ -82,8 +82,7 @@ class Rotary:
     def rotate(self, x: Float[Array, "B S any K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S any K"]:
         """Rotate each pair (k, k + R / 2) of the first R entries of every head by the angle of its position, in fp32.
 
-        Args:
-            position: position of the first token (`Context`).
+        `position` is that of the first token (`Context`).
         """
         cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in self.table)
         half = self.rotated // 2

@@ -77,13 +77,8 @@ def milliseconds_of(planned: Planned, chip: Tpu, slice_size: int) -> dict:
 
 
 def speed_of(config: ConfigDict, program: Program, milliseconds: dict[int, float], price: float | None) -> dict:
-    """Rate and duration of training, without validation, saves and compilation.
-
-    The utilisation is None for a compute type whose peak isn't known.
-
-    Args:
-        milliseconds: those of the train step at each of its depths.
-        price: of a device for an hour; None if it isn't known.
+    """Rate, duration and cost of training, without validation, saves and compilation, from the milliseconds of a train
+    step at each of its depths. The utilisation is None for a compute type whose peak isn't known.
     """
     devices, steps = list(program.mesh.devices.flat), sum(program.depths.values())
     shares = {depth: share / steps for depth, share in program.depths.items()}

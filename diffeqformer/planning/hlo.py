@@ -15,7 +15,6 @@ class Module:
     """A dumped program (a module, as XLA calls it): its `computations` and `origins`.
 
     Args:
-        text: what the compiler wrote.
         rounds: how often a loop runs on average whose number of rounds is computed; 0: there is none.
     """
 

@@ -63,12 +63,7 @@ def _split(steps: int, snapshots: int) -> int:
 
 @functools.cache
 def schedule(steps: int, snapshots: int) -> Schedule:
-    """The schedule with the fewest advances (`fewest_advances`).
-
-    Args:
-        steps: of depth.
-        snapshots: states that are stored, the first one among them.
-    """
+    """The schedule with the fewest advances (`fewest_advances`)."""
     stored, slots, offsets, counts = (np.full(steps, NOWHERE) for _ in range(4))
     advanced, kept = [], []
     held = {0: 0}  # the slot of each state that is stored; the last one to be stored is the first to be freed

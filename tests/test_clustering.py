@@ -22,13 +22,6 @@ def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
         assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
 
 
-def test_the_start_and_the_first_weights_do_not_depend_on_the_degree():
-    constant, growing = simulate(0, draws=3), simulate(4, draws=3)
-    assert (constant[:, 0] == growing[:, 0]).all() and constant.shape == (3, 201, 40, 3)
-    assert np.abs(constant[:, 0]).max() <= 1 < np.abs(constant[:, -1]).max()
-    assert (constant[0, 0] != constant[1, 0]).all() and (simulate(0, seed=1)[0, 0] != constant[0, 0]).all()
-
-
 def closest(degree: int, equal_total: bool = False) -> float:
     """The lower quartile of the last distances, relative to the root mean square, averaged over draws."""
     last = simulate(degree, equal_total=equal_total, draws=100)[:, -1]

@@ -18,7 +18,7 @@ SHAPES = [(36, 24, 16, 384), (7, 144, 8, 640)]  # T, E, inputs, outputs
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 WIDTHS = (768, 1024, 1280, 2048)  # of the models in configs/
 LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (4, 1)]]
-CHIPS = [blocks.Chip(limit, cores) for limit in sorted({*blocks.LIMITS.values()}) for cores in (2, 1)]
+CHIPS = [blocks.Chip(limit * blocks.MEBIBYTE, cores) for limit in (16, 32) for cores in (2, 1)]
 
 
 CASES = [(SHAPES[0], "float32", True), (SHAPES[0], "bfloat16", CHECKED), (SHAPES[1], "bfloat16", True)]

@@ -15,16 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 EIGHT, STRIP = 8, 128
 MEBIBYTE = 2**20
-LIMITS = {  # bytes of VMEM for a kernel, by kind of device (some have two names): what the compiler grants by default
-    "TPU v4": 16 * MEBIBYTE,  # all that a core has
-    "TPU v5 lite": 16 * MEBIBYTE,  # of 128; XLA keeps other arrays in the rest
-    "TPU v5e": 16 * MEBIBYTE,
-    "TPU v5": 16 * MEBIBYTE,  # of 64
-    "TPU v5p": 16 * MEBIBYTE,
-    "TPU v6 lite": 32 * MEBIBYTE,  # of 128; half as many steps for twice the bandwidth of v5e
-    "TPU v6e": 32 * MEBIBYTE,
-    "TPU7x": 32 * MEBIBYTE,  # of 64, with 4.5 times the bandwidth of v5e
-}
 MOST_TIMES, MOST_ROWS = 256, 16  # both are unrolled, so that programs of more take long to compile
 
 
@@ -52,9 +42,14 @@ class Chip:
 
 
 def chip_of(device: jax.Device) -> Chip:
-    """What a device gives to a kernel. One that isn't in `LIMITS` has the smallest limit."""
-    tile = 2 * EIGHT if device.device_kind.startswith("TPU7") else EIGHT
-    return Chip(LIMITS.get(device.device_kind, min(LIMITS.values())), getattr(device, "num_cores", 1), tile)
+    """What a device gives to a kernel.
+
+    The limit is what the compiler grants by default: 16 MiB, which is all that a core of v4 has; of the 128 of v5e and
+    the 64 of v5p, XLA keeps other arrays in the rest. v6e and tpu7x, with twice and more of v5e's bandwidth, grant 32.
+    """
+    kind = device.device_kind
+    limit = 32 * MEBIBYTE if kind.startswith(("TPU v6", "TPU7")) else 16 * MEBIBYTE
+    return Chip(limit, getattr(device, "num_cores", 1), 2 * EIGHT if kind.startswith("TPU7") else EIGHT)
 
 
 @dataclasses.dataclass(frozen=True)

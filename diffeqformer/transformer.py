@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.depth.depths import MOST_STEPS, longest_grid, trained_depths
-from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, gain_of
+from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, LoopedWeights, gain_of
 from diffeqformer.depth.grid import Grid
-from diffeqformer.depth.looped import LoopedWeights
 from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.plain import InterpolatedWeights, PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes

@@ -1,4 +1,4 @@
-"""Generated depth weights: the hypernetwork over continuous depth.
+"""Generated depth weights: the hypernetwork over continuous depth, and its two variants.
 
 Equation (6) and appendix A of the paper. For each layer of the vector field,
 
@@ -19,7 +19,13 @@ times as large. So Adam's rate need not change with the width D. These are the r
 `diffeqformer.depth.projection` computes kernel(t). e(t) and h(t) are always fp32, regardless of the compute type.
 
 All layers share e(t). Each layer has its own MLP h; in the paper's alternative design (section D.2, Fig. 17) all
-layers, norms included, share one h(t).
+layers, norms included, share one h(t). So they do in looped models, after LoopFormer (docs/fidelity.md), where the time
+changes norms and gates, and kernels are shared.
+
+@inproceedings{jeddi2026loopformer,
+  title={LoopFormer: Elastic-Depth Looped Transformers for Latent Reasoning via Shortcut Modulation},
+  author={Jeddi, Ahmadreza and Ciccone, Marco and Taati, Babak},
+  booktitle={International Conference on Learning Representations}, year={2026}}
 """
 
 import dataclasses
@@ -208,3 +214,34 @@ class AlternativeWeights(GeneratedWeights):
     """The paper's alternative design (section D.2, Fig. 17): all layers share one MLP of time."""
 
     shared_mlp = True
+
+
+class GatedLinear(nnx.Module):
+    """A shared kernel and bias; those that write to the state have their outputs scaled by 1 + h(t) P_g."""
+
+    def __init__(self, layer: Linear, width: int, start: Start, rngs: nnx.Rngs):
+        outputs = layer.axes[1]
+        self.kernel = parameter(rngs, (layer.inputs, layer.outputs), layer.axes, stddev=0.02, decays=True)
+        if layer.bias:
+            self.bias = parameter(rngs, (layer.outputs,), (outputs,))
+        if outputs == "embed":
+            self.gate_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs))
+
+    def __call__(self, h: Float[Array, "T E"]) -> dict:
+        gate = jnp.ones((len(h), self.kernel.shape[1]), jnp.float32)
+        if hasattr(self, "gate_projection"):
+            gate += exact(h, self.gate_projection)
+        weights = {"kernel": self.kernel[...] * gate[:, None]}
+        if hasattr(self, "bias"):
+            weights["bias"] = self.bias[...] * gate
+        return weights
+
+
+class LoopedWeights(GeneratedWeights):
+    """Shared kernels, with norms and gates that depend on the time.
+
+    Kernels are copied to every time, so that this saves parameters, but no memory of a train step.
+    """
+
+    shared_mlp, generates_kernels = True, False
+    linear = GatedLinear

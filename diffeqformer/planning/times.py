@@ -27,8 +27,7 @@ ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler say
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
     "generator": (
-        "generated.py", "plain.py", "looped.py", "projection.py", "low_rank.py",
-        "generator.py:project", "generator.py:gradients",
+        "generated.py", "plain.py", "projection.py", "low_rank.py", "generator.py:project", "generator.py:gradients",
     ),
     "loss": ("cross_entropy.py",),
     "update": ("step.py", "optimizer.py", "generator.py:update"),

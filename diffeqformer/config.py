@@ -97,9 +97,6 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
     Args:
         pretraining, task: the two corpora.
         mode: pretrain, full or lora. With the suffix -gpt: the same for the GPT baseline of 24 layers.
-
-    Raises:
-        UserError: if there is no such mode.
     """
     stage, _, model = mode.partition("-")
     if stage not in ("pretrain", "full", "lora") or model not in ("", "gpt"):
@@ -192,8 +189,7 @@ def check_model(config: ConfigDict) -> None:
 def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:
     """Check that a config has the right fields, that every rule holds, and that its mesh fits the devices, if any.
 
-    Raises:
-        UserError: for the first error, with its field, the value found and the requirement.
+    The UserError for the first field at fault has its name, the value found and the requirement.
     """
     check_fields(config)
     for rule in RULES:
@@ -205,11 +201,7 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
 
 
 def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Check the requirements that depend on the config's opened tokenizer.
-
-    Raises:
-        UserError: if the model's vocabulary is too small for it, or the sample's prompt too long or empty.
-    """
+    """Raise a UserError if a vocabulary is too small for the tokenizer, or the sample's prompt too long or empty."""
     size, prompt = config.model.vocab_size, config.sample.prompt
     if size < tokenizer.vocab_size:
         needed = f"the {tokenizer.vocab_size:,} ids of the tokenizer {tokenizer.name}"

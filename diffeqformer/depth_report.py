@@ -49,11 +49,7 @@ class Row(NamedTuple):
 
 
 def planned(options) -> list[Row]:
-    """All rows, by configs alone.
-
-    Raises:
-        UserError: if a folder has no checkpoint, or its model doesn't take one of the numbers of steps.
-    """
+    """All rows, by configs alone. A UserError if a run has no checkpoint, or can't take one of the numbers of steps."""
     rows, depths = [], whole_numbers("--num_steps", options.num_steps, 1)
     for workdir in (options.workdir, *options.beside):
         own = workdir == options.workdir

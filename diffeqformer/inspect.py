@@ -141,15 +141,14 @@ def columns(rows: list[list[str]]) -> list[str]:
 def heading(found: dict) -> list[str]:
     """Lines that describe the model, its checkpoints and its origin."""
     tokenizer, total = found["tokenizer"], found["config"]["steps"]
-    name, saved = tokenizer["name"], tokenizer["saved_characters"]
-    inside = f"its data inside ({saved:,} characters)" if saved else "without data"
+    inside = f", {tokenizer['saved_characters']:,} characters of data inside" if tokenizer["saved_characters"] else ""
     checkpoints = [f"{step:,}" + " (best validation)" * (step == found["best_step"]) for step in found["steps"]]
     lines = [
         f"{found['name']}: {found['kind']}, field {found['field']}, {counted(found['num_steps'], 'step')} of depth by "
         f"{found['solver']}",
         f"step {found['step']:,} of {total:,}; checkpoints: {', '.join(checkpoints)}",
         f"training data: {found['config']['data.task']}, sha256 {found['data_sha256']}",
-        f"tokenizer: {name}, {'which needs no data' if name == 'bytes' else inside}",
+        f"tokenizer: {tokenizer['name']}{inside}",
     ]
     if found["damage"]:
         lines.append(found["damage"])

@@ -105,8 +105,7 @@ class OpenedRun:
     def weights(self, time: float) -> dict[str, dict[str, Float[np.ndarray, "..."]]]:
         """{layer: {kernel | bias | scale | shift: ...}}: the weights at a time from 0 to 1, in fp32.
 
-        Raises:
-            UserError: if they aren't functions of time, or the time is another one.
+        A UserError if they aren't functions of time, or the time is another one.
         """
         depth = self.model.depth
         if not 0 <= time <= 1:
@@ -120,8 +119,7 @@ class OpenedRun:
     def trace(self, text: str) -> Trace:
         """States, attention and what the states predict, along the depth.
 
-        Raises:
-            UserError: if the text has fewer than two tokens, or more than the model has positions.
+        A UserError if the text has fewer than two tokens, or more than the model has positions.
         """
         ids = list(self.checkpoint.tokenizer.encode(text))
         check_text(self.model, ids, "text")

@@ -152,10 +152,9 @@ RULES = [
         "must divide model.width ({c.model.width})"),
     Rule("model.rotary_fraction", lambda v, c: c.model.field != "neox" or (rotated(c) > 0 and rotated(c) % 2 == 0),
         "must leave an even number of entries of each head to rotate"),
-    Rule("model.head_width", lambda v, c: not v or rotated(c) % 2 == 0,
-        "must be even for model.field {c.model.field}, which rotates the halves of heads"),
     Rule("model.heads", lambda v, c: rotated(c) % 2 == 0,
-        "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})"),
+        "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width}, "
+        "model.head_width {c.model.head_width})"),
     Rule("model.key_value_heads", lambda v, c: not v or c.model.heads % v == 0,
         "must divide model.heads ({c.model.heads}), which share them evenly"),
     Rule("sequence_length", lambda v, c: v <= c.model.max_length,

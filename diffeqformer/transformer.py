@@ -156,8 +156,7 @@ class Transformer(nnx.Module):
     def weights(self, grid: Grid | None = None) -> StackedWeights:
         """First phase: the weights at the times of a grid (`self.grid`), by default the grid of training.
 
-        Raises:
-            UserError: if the model only has weights for another number of steps.
+        A UserError if the model only has weights for another number of steps.
         """
         grid = self.grid() if grid is None else grid
         return self.stack(of_adapters_type(in_type(self.depth(grid), self.dtype)), grid.step_sizes)
@@ -187,22 +186,14 @@ class Transformer(nnx.Module):
 
     @at_its_precision
     def last_state(self, tokens: Int[Array, "B S"], weights: StackedWeights, context: Context) -> Float[Array, "B S D"]:
-        """x(1), the state that `head` reads.
-
-        Raises:
-            UserError: if S exceeds `max_length`.
-        """
+        """x(1), the state that `head` reads. A UserError if S exceeds `max_length`."""
         check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, context)
         return walk(self.solver, self.field, weights, x, context, remat=self.remat, snapshots=self.snapshots)
 
     @at_its_precision
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
-        """The states at time 0 and after every step, L + 1 in all, without dropout.
-
-        Raises:
-            UserError: if S exceeds `max_length`.
-        """
+        """The states at time 0 and after all L steps, without dropout. A UserError if S exceeds `max_length`."""
         check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, Context())
         after = walk(self.solver, self.field, weights, x, Context(), trajectory=True)
@@ -268,21 +259,15 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
 def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeights:
     """`model.weights(model.grid(num_steps))` in one compiled program.
 
-    This way, weights in a small compute type need not exist in fp32 all at once.
-
-    Raises:
-        UserError: if this model can't take that number of steps, or its weights don't fit into memory.
+    This way, weights in a small compute type need not exist in fp32 all at once. A UserError if this model can't take
+    that number of steps, or its weights don't fit into memory.
     """
     check_weights(model, num_steps)
     return weights_of(*split_model(model), num_steps)
 
 
 def check_weights(model: Transformer, num_steps: int | None = None) -> None:
-    """Check that the weights of a number of steps fit into memory.
-
-    Raises:
-        NoRoom: if they don't.
-    """
+    """Raise a `NoRoom` if the weights of a number of steps don't fit into memory."""
     graph, params = split_model(model)
     what = f"num_steps: the weights of {counted(len(model.grid(num_steps).ends), 'step')}"
     shapes = jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params)

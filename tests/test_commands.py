@@ -1,14 +1,19 @@
-"""What the commands say of themselves."""
+"""What commands say of themselves, and the one sentence and the status with which every error ends them."""
 
+import os
+import re
 import subprocess
 import sys
 
 import pytest
+from absl import flags
 
 from diffeqformer.__main__ import COMMANDS, module_of, summary
 from diffeqformer.config import base_config, field_names
 from diffeqformer.config_fields import CONFIG_FIELDS
+from diffeqformer.console import command_line
 from diffeqformer.console.command_line import config_file, configs
+from diffeqformer.errors import UserError
 from helpers import ROOT
 from runs import command
 
@@ -59,3 +64,81 @@ def test_a_config_is_named_by_its_name_or_path(tmp_path, monkeypatch):
     assert config_file("tiny:gpt") == f"{ROOT}/configs/tiny.py:gpt"
     (tmp_path / "tiny").touch()  # a file of that name comes first
     assert config_file("tiny:gpt") == "tiny:gpt"
+
+
+FAILS = "from diffeqformer.console import command_line; command_line.run(lambda: {}['missing'])"
+OURS = """
+from diffeqformer.config import base_config
+def get_config(model="gpt"):
+    config = base_config("mine", model)
+"""
+CONFIGS = {
+    "raises": ("raise KeyError('x')", "the file can't be loaded, KeyError: 'x'"),
+    "changes a type": (f"{OURS}    config.steps = 3.5", "the file can't be loaded, TypeError: Could not override"),
+}
+
+
+def test_an_error_that_nobody_foresaw_is_one_sentence_unless_one_wants_to_see_where():
+    for wanted in (False, True):
+        environment = {**os.environ, "DIFFEQFORMER_TRACEBACK": "1" if wanted else ""}
+        done = subprocess.run([sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, cwd=ROOT)
+        last = done.stderr.splitlines()[-1]
+        assert last == "diffeqformer: KeyError: 'missing'; DIFFEQFORMER_TRACEBACK=1 shows where this happened"
+        assert done.returncode == 1 and done.stderr.startswith("Traceback") == wanted == ("\n  File" in done.stderr)
+
+
+@pytest.fixture
+def config_option():
+    """The option --config in this process."""
+    command_line.define_config()
+    yield
+    sys.modules.pop("config_config", None)  # the file that it loaded
+    for name in ("config", "help_config"):
+        delattr(flags.FLAGS, name)
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collections
+@pytest.mark.parametrize("what", CONFIGS)
+def test_a_config_file(what, tmp_path, config_option):
+    content, sentence = CONFIGS[what]
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(UserError, match=f"^--config: {re.escape(sentence)}") as error:
+        command_line.parse_config(["main", f"--config={tmp_path / 'mine.py'}"], lambda line: None)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, arguments, sentence",
+    [
+        ("main", [b"--config=tiny", b"--workdir=\xff\xfe"], "--workdir=��: this argument must be valid UTF-8"),
+        ("main", ["--config=tiny", "--workdir=http://host/run"], "--workdir: must be a folder of this machine or on"),
+        ("generate", ["--prompt=a", "--num_steps=1000000000"], "num_steps: must be at most 65,"),
+        ("inspect", ["--step=last"], "--step: must be best or the step of a checkpoint in "),
+    ],
+)
+def test_an_argument(name, arguments, sentence, run):
+    done = command(name, *arguments, *([] if name == "main" else [f"--workdir={run}"]))
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"diffeqformer: {sentence}") and len(line) < 400
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "output, status, sentence",
+    [
+        (">&-", 0, ""),
+        (">/dev/full", 1, "diffeqformer: the output can't be written: No space left on device"),
+        ("| head -c 1 >/dev/null", 1, "diffeqformer: the output was closed before its end"),
+    ],
+)
+def test_an_output(output, status, sentence, run, tmp_path):
+    writes = "[print(9, flush=True) for _ in range(9999)]"
+    many = FAILS.replace("{}['missing']", writes)
+    line = (
+        f'{sys.executable} -c "{many}"'
+        if "|" in output
+        else f"{sys.executable} -m diffeqformer.inspect --workdir={run}"
+    )
+    line = f"set -o pipefail; {line} {output}"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr

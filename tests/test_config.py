@@ -9,7 +9,16 @@ import jax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from diffeqformer.config import REMOVED, check_config, check_tokenizer, field_names, get_field, saved_config
+from diffeqformer.config import (
+    REMOVED,
+    check_config,
+    check_overrides,
+    check_tokenizer,
+    check_used,
+    field_names,
+    get_field,
+    saved_config,
+)
 from diffeqformer.config_fields import CHANGEABLE, CONFIG_FIELDS
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
@@ -17,8 +26,9 @@ from diffeqformer.fields.layers import Linear
 from diffeqformer.parallel.mesh import check_tiles, make_mesh
 from diffeqformer.training.resuming import check_resumable
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, vector_field
-from helpers import CONFIGS, load_config, some_slow, toy_config
+from diffeqformer.transformer import MODELS, split_model, vector_field
+from helpers import CONFIGS, lively_model, load_config, save_params, some_slow, toy_config
+from runs import command
 
 TENSOR = {"mesh__tensor": 4, "model__vocab_multiple": 16}
 PAIRS = [(name, model) for name in CONFIGS for model in MODELS]
@@ -86,13 +96,10 @@ def test_a_wrong_value_is_refused_by_name():
     [
         ("diffeqformer", {"microbatches": 3}, r"batch_size: must be a multiple of the 8 devices .* such as 24, but"),
         ("gpt", {"mesh__fsdp": 3}, "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1"),
-        ("gpt", {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         ("gpt", {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
         ("gpt", {"mesh__tensor": 8}, r"mesh.tensor: must divide config.model.heads \(4\), as 1, 2, 4 do, but it is 8"),
         ("gpt", {"mesh__fsdp": 2}, r"mesh.fsdp: must cut the rows of the embedding, .* \(257\) .*, as 1 would"),
         ("gpt", {**TENSOR, "sequence_length": 14}, r"mesh.tensor: must divide config.sequence_length \(14\), as 1, 2"),
-        ("gpt", {**TENSOR, "model__mlp": 66}, r"mesh.tensor: must divide config.model.mlp \(66\), as 1, 2 do"),
-        ("gpt", {"sequence_length": 17}, "sequence_length: must not exceed the number of positions"),
         ("gpt", {"model__training_times": "shifted"}, "model.training_times: must be fixed for model.kind gpt"),
         ("gpt", {"model__training_depths": "2,4"}, "model.training_depths: must be empty for model.kind gpt, "),
         ("gpt", {"model__span": 2.0}, "model.span: must be 0 for model.kind gpt, all of whose steps have the length 1"),
@@ -103,13 +110,10 @@ def test_a_wrong_value_is_refused_by_name():
         ("diffeqformer", {"model__generate_chunk": 4, "model__training_depths": "4,8", "model__num_steps": 7},
             "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps "),
         ("looped", {"microbatches": 0, "model__generate_chunk": 2}, "microbatches: must be at least 1 with model.gen"),
-        ("gpt", {"profile_steps": "5-7"}, "profile_steps: must be steps of the run, which has 6, the first"),
         ("gpt", {"model__heads": 5}, "model.heads: must divide model.width "),
         ("llama", {"model__key_value_heads": 3}, "model.key_value_heads: must divide model.heads "),
         ("llama", {"model__field": "gpt"}, "model.field: must be the same as model.kind, llama, but it is 'gpt'"),
-        ("gpt", {"model__lora_rank": 2}, "model.lora_rank: must come with config.base"),
         ("gpt", {"data__task": "no_such_task"}, "data.task: must be one of python_stdlib, "),
-        ("gpt", {"data__train_files": "train.txt"}, "data.train_files: must come with data.validation_files"),
     ],
 )
 # fmt: on
@@ -201,3 +205,84 @@ def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
     ):
         with pytest.raises(UserError, match=rf"^config\.{sentence}"):
             check_config(config, num_devices=8)
+
+
+@pytest.mark.parametrize(
+    "argument, sentence",
+    [
+        ("--config.model.widht=3", r"config\.model\.widht: there is no such field; did you mean model\.width\?"),
+        ("--config.mesh.pipe=2", r"config\.mesh\.pipe: there is no such field$"),
+        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=tiny:gpt"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_name(argument, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_overrides(["main.py", "--config=configs/tiny.py", argument])
+
+
+@pytest.mark.parametrize(
+    "model, argument, why",
+    [
+        ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
+        ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
+        ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
+        ("diffeqformer", "--noconfig.model.norm_of_norm", "the block of model.field gpt doesn't read it"),
+        ("neox", "--config.model.biases=qkv", "the block of model.field neox doesn't read it"),
+    ],
+)
+def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
+    field = argument.lstrip("-").partition("=")[0].removeprefix("no")
+    with pytest.raises(UserError, match=f"^{field}: must be left out, because {why}"):
+        check_used(["main.py", argument], toy_config(model))
+    check_used(["main.py", argument], toy_config("diffeqformer", "llama", model__lora_rank=1))
+
+
+def test_a_wrong_value_is_left_to_the_check_of_all_fields():
+    check_used(["main.py", "--config.model.generator_start=constant"], toy_config("gpt", model__kind="bert"))
+    for wrong in ({"model__heads": 0}, {"model__biases": "some"}):
+        check_used(["main.py", "--noconfig.model.norm_of_norm"], toy_config("diffeqformer", "llama", **wrong))
+
+
+def test_right_overrides_pass():
+    options = "--config=a.py:gpt --config.steps=3 --config.model.norm_of_norm=false --config.data.dir=a=b"
+    apart = "--config.steps 4 --config.model.norm_of_norm --config config.py"  # a file
+    check_overrides(["main.py", *options.split(), *apart.split()])
+
+
+PATTERN = "--config.data.train_files=absent*", "--config.data.validation_files=absent*"
+UP = ["--config=tiny", "--config.data.task=../up", "--config.data.module=mine"]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--config=large:recipee"], "or recipe after a config's name, but it is 'recipee'; did you mean recipe?\n"),
+        (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
+        (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
+        (["--config=tiny", "--config.steps=many"], "flag --config.steps=many: invalid literal for int() "),
+        (["--config=tiny", "--verbos"], "verbos"),
+        (UP, "config.data.task: must be a name of letters, digits, dots"),
+        (["--config=configs/tiny.py", *PATTERN], "config.data.train_files: no file matches 'absent*'"),
+        ([], "--config: a config is needed"),
+    ],
+)
+def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = command("main", f"--workdir={tmp_path / 'run'}", *arguments, environment=devices)
+    assert done.returncode == 1 and done.stdout == ""
+    assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_training_knows_what_its_command_line_says(tmp_path):
+    """Values that nothing reads, and defaults that a base doesn't have."""
+    done = command("main", "--config=tiny", "--config.model.lora_alpha=4", f"--workdir={tmp_path / 'new'}")
+    assert done.returncode == 1 and "config.model.lora_alpha: must be left out, because lora_rank is 0" in done.stderr
+    config = toy_config(model__solver="lie_trotter", model__max_length=256)
+    save_params(tmp_path / "base", config, {3: split_model(lively_model(**config.model))[1]}, data_sha256="")
+    options = ["--config=finetune_openwebtext_to_wikitext103:full", f"--config.base={tmp_path / 'base'}"]
+    options += ["--config.data.tokenizer=bytes", f"--workdir={tmp_path / 'new'}", "--config.model.solver=euler"]
+    done = command("main", *options)
+    assert "config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'" in done.stderr, done.stderr
+    assert not (tmp_path / "new").exists()

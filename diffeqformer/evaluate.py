@@ -19,7 +19,6 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
-from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.inference.perplexity import heading, plot, table
 from diffeqformer.inference.reader import with_solver, without_depth
@@ -45,12 +44,6 @@ def score_checkpoint(options) -> dict | None:
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
-    text = None  # of process 0, which alone reads it
-    with hosts.all_succeed("the text"):
-        if hosts.is_first():
-            if options.output:  # before the work whose results it will hold
-                results_folder(options.output, options.workdir)
-            text = text_of(options, opened)
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [config.num_steps]
     models = {name: with_solver(opened.model, name, config) for name in options.solver}
     rows = itertools.product(models or {config.solver: opened.model}, steps)
@@ -70,19 +63,13 @@ def score_checkpoint(options) -> dict | None:
     }
     opened, models = dataclasses.replace(opened, model=without_depth(opened.model)), {}  # frees a hypernetwork's memory
     naming = logits_of(f"{options.workdir}, checkpoint {opened.step}")
-    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, text, results, scorers)))
+    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, results, scorers)))
 
 
-def score_text(
-    opened: checkpoint.Checkpoint,
-    options,
-    text: tuple[str, list[str] | None, Split | None],
-    results: dict,
-    scorers: list[tuple[dict, Scorer]],
-) -> dict:
-    """Score a text, that of `text_of`, with every scorer, then write and print the results."""
-    task, files, stored = text
-    evaluation = open_text(options, opened, *text, results["window"], results["stride"])
+def score_text(opened: checkpoint.Checkpoint, options, results: dict, scorers: list[tuple[dict, Scorer]]) -> dict:
+    """Score the text of the options with every scorer, then write and print the results."""
+    task, files, stored = text_of(options, opened)
+    evaluation = open_text(options, opened, task, files, stored, results["window"], results["stride"])
     chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
     if "paper" in chosen:
         _ = evaluation.windows  # an error comes before anything is compiled
@@ -131,11 +118,6 @@ def time_windows(scorers: list[Scorer], window: int, rounds: int = 7, enough: fl
     return [1000 * statistics.median(times[1:]) for times in seconds]  # the first round compiled
 
 
-def command() -> None:
-    with hosts.joined(flags.FLAGS):
-        score_checkpoint(flags.FLAGS)
-
-
 if __name__ == "__main__":
     define_text_flags("evaluation")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
@@ -145,4 +127,9 @@ if __name__ == "__main__":
     flags.DEFINE_integer("stride", None, "Tokens between the starts of the full perplexity's windows; by default half.")
     flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
     hosts.define_flags()
+
+    def command() -> None:
+        with hosts.joined(flags.FLAGS):
+            score_checkpoint(flags.FLAGS)
+
     command_line.run(command)

@@ -23,7 +23,7 @@ from diffeqformer.training import goodput
 
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
 ORIGINS = {"base": "began with the weights of", "teacher": "learns from", "materialized_from": "made from"}
-COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
+STATISTICS = ("mean", "deviation", "largest", "zeros")
 
 
 def statistics(blocks: Iterable[np.ndarray]) -> dict:
@@ -164,15 +164,12 @@ def heading(found: dict) -> list[str]:
 
 def parameter_table(rows: list[dict]) -> list[str]:
     """Lines that list parameters."""
-    there = [name for name in COLUMNS if name in rows[0]]
-    cells = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]]
+    there = [name for name in STATISTICS if name in rows[0]]
+    cells = [["", "shape", "count", *there]]
     for row in rows:
         name = row["name"].removeprefix("depth/").removeprefix("layers/")
-        values = ["none" if row[name] is None else f"{row[name]:.4g}" for name in there if name != "zeros"]
-        values += [f"{row['zeros']:.2%}"] if there else []
-        alarm = f"NOT FINITE: {row['not_finite']:,}" if row.get("not_finite") else ""
-        shape = " x ".join(map(str, row["shape"]))
-        cells.append([name, shape, f"{row['count']:,}", *values, alarm])
+        values = ["none" if row[name] is None else f"{row[name]:.4g}" for name in there]
+        cells.append([name, " x ".join(map(str, row["shape"])), f"{row['count']:,}", *values])
     return columns(cells)
 
 

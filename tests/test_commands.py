@@ -110,7 +110,6 @@ def test_a_config_file(what, tmp_path, config_option):
 @pytest.mark.parametrize(
     "name, arguments, sentence",
     [
-        ("main", [b"--config=tiny", b"--workdir=\xff\xfe"], "--workdir=��: this argument must be valid UTF-8"),
         ("main", ["--config=tiny", "--workdir=http://host/run"], "--workdir: must be a folder of this machine or on"),
         ("generate", ["--prompt=a", "--num_steps=1000000000"], "num_steps: must be at most 65,"),
         ("inspect", ["--step=last"], "--step: must be best or the step of a checkpoint in "),

@@ -47,9 +47,8 @@ def config_file(text: str) -> str:
     known = configs()
     if name in known:
         return f"{known[name]}{colon}{model}"
-    what = "file" if name.endswith(".py") or "/" in name else "config"
     hint = did_you_mean(pathlib.PurePath(name).stem, known) or f"; name a file, or one of {', '.join(sorted(known))}"
-    raise UserError(f"--config: there is no {what} {name}{hint}")
+    raise UserError(f"--config: there is no config {name}{hint}")
 
 
 def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
@@ -111,25 +110,19 @@ def _but_for_late_news(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _parse_or_exit(line: list[str], check, explain, positional: bool, interrupted: str) -> list[str]:
+def _parse_or_exit(line: list[str], check, explain, positional: bool) -> list[str]:
     """Parse the command line, or end; see `run`."""
     given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
     if given & {"help", "h"} or explain and "help_config" in given:
         say_and_end(explain() if explain and "help_config" in given else help_text())
     try:
-        for argument in line:
-            argument.encode()
         rest = parse_config(line, check) if check else parse_flags(line, positional)
         for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
             flags.FLAGS[name].value = value
         return [at_home(each) for each in rest]
-    except UnicodeEncodeError as error:
-        sys.exit(f"diffeqformer: {printable(error.object)}: this argument must be valid UTF-8")
     except (UserError, flags.Error) as error:
         said = re.sub(r"^flag (--\w+)=None: .*", r"\1: must be given", str(error))
         sys.exit(f"diffeqformer: {printable(said)}")
-    except KeyboardInterrupt:
-        leave(130, interrupted)
 
 
 def _run_or_leave(line: list[str], command: Callable[..., None], interrupted: str, verbosity: int) -> None:
@@ -175,7 +168,5 @@ def run(
     logging.set_verbosity(logging.ERROR)  # until the flags are parsed
     app.run(
         functools.partial(_run_or_leave, command=command, interrupted=interrupted, verbosity=verbosity),
-        flags_parser=functools.partial(
-            _parse_or_exit, check=check, explain=explain, positional=arguments, interrupted=interrupted
-        ),
+        flags_parser=functools.partial(_parse_or_exit, check=check, explain=explain, positional=arguments),
     )

@@ -13,7 +13,7 @@ import time
 import jax
 from absl import flags
 
-from diffeqformer.config import check_config, check_fields, check_overrides, check_used, explain, given_fields
+from diffeqformer.config import check_config, check_overrides, check_used, explain, given_fields
 from diffeqformer.console import command_line
 from diffeqformer.console.results import title, write_json
 from diffeqformer.errors import UserError, reachable
@@ -37,7 +37,6 @@ def plan(options) -> None:
     """Print a plan, and write it if there is a file for it. `options` are those of the command."""
     config, topology, chip = options.config, options.topology, chip_of(options.topology)
     on_gpus = isinstance(chip, Gpu)
-    check_fields(config)
     check_used(sys.argv, config)
     check_options(options, on_gpus)
     jax.config.update("jax_platforms", "cpu")

@@ -32,10 +32,7 @@ def check_links(folder: pathlib.Path, option: str) -> None:
 def check_link(path: os.PathLike | str, option: str) -> None:
     """Check that a path that is written to is no link."""
     if os.path.islink(path):
-        raise UserError(
-            f"{option}: {path} is a link, through which files elsewhere would be written; put what it points to in "
-            "its place"
-        )
+        raise UserError(f"{option}: {path} is a link, through which files elsewhere would be written; copy its target")
 
 
 def home_folder(workdir: os.PathLike | str) -> pathlib.Path:
@@ -49,13 +46,11 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
     if "://" in (output or ""):
         raise UserError(f"--output: must be a folder of this machine, but it is {output}")
     home = home_folder(workdir)
-    try:
+    with reachable("--output", output or home):
         for number in range(0 if output else len(inside)):
             check_link(home.joinpath(*inside[: number + 1]), "--workdir")
         folder = pathlib.Path(output) if output else _new_folder(home.joinpath(*inside))
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
     if (folder / "results.json").exists():
         raise UserError(f"--output: {folder} holds results already; choose another folder")
     return folder

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diffeqformer.data.store import Split
+from diffeqformer.depth.depths import chunk_lengths
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
@@ -92,6 +93,14 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
     compiled = [message.split()[4] for message in messages if "Finished XLA comp" in message]
     found = {name: compiled.count(f"jit({name})") for name in ("_train_step", "_weights", "_evaluate")}
     assert found == {"_train_step": 1, "_weights": 0 if changes else 2, "_evaluate": 2}
+
+
+def test_depths_that_need_most_memory():
+    """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
+    model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
+    assert room.largest_depths(model, chunk_lengths(model)) == [52, 48]
+    model = toy_config("llama", "llama", model__left_out="1,2,3", model__training_depths="3,4,6").model
+    assert room.largest_depths(model, chunk_lengths(model)) == [6, 4]
 
 
 def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():

@@ -30,33 +30,90 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(article)
 
 
-PROSE = [
-    (r" @([-,.])@ ", r"\1"),  # well @-@ fed, 1 @,@ 000
-    (r" (?=['’]\w)", ""),  # don 't, O 'Hara
-    (r" ’ (?=(?:s|t|m|re|ve|ll|d) )", "’"),
-    (r"(?<=s) '(?= )", "'"),  # the hens ' nest
-    (r"(?<= )' ([^']*?) ?'(?= )", r"'\1'"),
-    (r'(?<= )" ([^"]*?) "(?= )', r'"\1"'),
-    (r"(\d) ([–:]) (?=\d)", r"\1\2"),  # pages 3 – 5, 17 : 45
-    (r" ([—‑⁄/]) ", r"\1"),
-    (r" (?=(?:[,.;:!?%)\]}°′″½¼¾”’]|\.{2,}) )", ""),  # no space before these,
-    (r"(?<= )([(\[{$£€₤¥“‘]) ", r"\1"),  # and none after these
-    (r"(?<==) (?==)", ""),  # = = Section = =
-]
-"""What undoes the tokenisation of a line with a space at either end, in this order: patterns and replacements."""
+LEFT = set(", . ; : ! ? % ) ] } ° ′ ″ ½ ¼ ¾ ” ...".split())  # no space before these,
+RIGHT = set("( [ { $ £ € ₤ ¥ “ ‘".split())  # no space after these,
+BOTH = set("@-@ @,@ @.@ ‑ — ⁄".split())  # and no space on either side of these
+ENDING = re.compile(r"['’](\w.*)?")  # 's, 't, 'll, and the second part of O 'Neil
+CONTRACTION = re.compile(r"(s|t|m|re|ve|ll|d|al)")
+MONTHS = set(
+    "January February March April May June July August September October November December".split()
+)  # after a year, a dash and a day: the dash of a life, which keeps its spaces
 
 
 def detokenize(text: str) -> str:
     """Undo WikiText's tokenisation, line by line: `the 1 @,@ 000 dogs ' ( or so )` becomes `the 1,000 dogs' (or so)`.
 
     Only white space and the `@` of `@-@`, `@,@` and `@.@` change. `<unk>` stays, because the original words are lost.
-    Ambiguous tokens get the more common reading: a `'` after an s is a possessive, and others open and close
-    quotations.
+    Ambiguous tokens get the more common reading. Quotation marks open and close alternately within a line. A lone `'`
+    after an s is a possessive unless another one can close it. En dashes lose their spaces only between numbers.
+    Slashes lose their spaces except before a capital that follows a small letter, as in verse.
     """
-    lines = []
-    for line in text.split("\n"):
-        line = f" {' '.join(line.split())} "
-        for pattern, replacement in PROSE:
-            line = re.sub(pattern, replacement, line)
-        lines.append(line.strip())
-    return "\n".join(lines)
+    return "\n".join(_detokenize_line(line.split()) for line in text.split("\n"))
+
+
+def _detokenize_line(tokens: list[str]) -> str:
+    marks = 0  # the `=` at either end of a heading
+    while tokens[marks : marks + 1] == ["="] and tokens[-1 - marks] == "=" and 2 * marks + 2 < len(tokens):
+        marks += 1
+    if marks:
+        return f"{'=' * marks} {_detokenize_line(tokens[marks : len(tokens) - marks])} {'=' * marks}"
+    spaces = _spaces(tokens)
+    line = "".join(" " * space + _plain(token) for space, token in zip(spaces, tokens))
+    line = re.sub(r"(?<!\d)(\d{1,2}): (?=\d\d(?!\d))", r"\1:", line)  # 17:45
+    line = re.sub(r"°(?=[CF]\b)|(?<=\d)° (?=[CF]\b)", " °", line)  # 25 °C
+    line = re.sub(r"(?<=[°′]) (?=\d+[′″])", "", line)  # 4°11′56″
+    return re.sub(r"\b([A-Z]) & (?=[A-Z]\b)", r"\1&", line)  # R&B
+
+
+def _plain(token: str) -> str:
+    return token[1] if token in ("@-@", "@,@", "@.@") else token
+
+
+def _ends_in_s(word: str) -> bool:
+    return word[-1:] in ("s", "z", ">")
+
+
+def _has_partner(tokens: list[str], start: int) -> bool:
+    """Whether the `'` at `start` may open a quotation: the next `'` doesn't belong to a possessive."""
+    try:
+        end = tokens.index("'", start + 1)
+    except ValueError:
+        return False
+    return not (_ends_in_s(tokens[end - 1]) and tokens[end + 1 : end + 2] and tokens[end + 1][0].isalnum())
+
+
+def _spaces(tokens: list[str]) -> list[bool]:
+    """For each token, whether a space precedes it."""
+    spaces, glued, quoted, single = [], True, False, False
+    for i, token in enumerate(tokens):
+        before, after = tokens[i - 1] if i else "", tokens[i + 1] if i + 1 < len(tokens) else ""
+        left = right = token in BOTH
+        if token == '"':
+            left, right, quoted = quoted, not quoted, not quoted
+        elif token == "'":
+            alone = not single and not _has_partner(tokens, i)
+            decade = alone and not _ends_in_s(before) and re.fullmatch(r"\d0s|\d\d", after)  # the '70s
+            possessive = alone and _ends_in_s(before)
+            if possessive or decade:
+                left, right = not decade, bool(decade)
+            else:
+                left, right, single = single, not single, not single
+        elif token == "...":
+            left = bool(before) and before not in (".", ",", ":")
+            right = glued
+        elif token == "’":
+            left, right = True, bool(CONTRACTION.fullmatch(after))
+        elif token in LEFT or ENDING.fullmatch(token) or re.fullmatch(r"\.{4,}", token):
+            left = True
+        elif token in RIGHT:
+            right = True
+        elif token == "#":
+            right = after[:1].isdigit()
+        elif token == "–":
+            day = re.fullmatch(r"\d{4}", before) and i + 2 < len(tokens) and tokens[i + 2] in MONTHS
+            left = right = before[-1:].isdigit() and after[:1].isdigit() and not day
+        elif token == "/":
+            left = right = not (before[:1].islower() and after[:1].isupper())
+        spaces.append(bool(i) and not left and not glued)
+        glued = right
+    return spaces

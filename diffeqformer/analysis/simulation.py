@@ -12,6 +12,7 @@ the scores, which grow with s^2, can be scaled so that every degree has the sums
 
 import numpy as np
 from jaxtyping import Float
+from scipy.special import softmax
 
 from diffeqformer.analysis.clustering import QUANTILES, quantile_bands, relative_distances
 from diffeqformer.analysis.report import Section, paragraph
@@ -26,7 +27,6 @@ def simulate(
     degree: int,
     *,
     equal_total: bool = False,
-    seed: int = 0,
     draws: int = 1,
     particles: int = 40,
     dimensions: int = 3,
@@ -41,9 +41,9 @@ def simulate(
         degree: degree of the polynomial with which the weights grow; 0 keeps them constant.
         equal_total: V and the scores have the same sums over the steps for every degree, instead of the same final
             size.
-        seed, draws: of starts and weights, which don't depend on the degree.
+        draws: of starts and weights, which don't depend on the degree.
     """
-    random = np.random.RandomState(seed)
+    random = np.random.RandomState(0)
     x = random.uniform(-1, 1, (draws, particles, dimensions))
     query, key, value = random.randn(3, draws, dimensions, dimensions) / dimensions**0.5
     states, sizes = [x], (np.arange(1, steps + 1) / steps) ** degree
@@ -51,8 +51,7 @@ def simulate(
         sharpness = size**2 / (np.mean(sizes**2) if equal_total else 1)
         strength = size / (np.mean(sizes) if equal_total else 1)
         scores = sharpness * (x @ query) @ (x @ key).swapaxes(-1, -2)
-        share = np.exp(scores - scores.max(-1, keepdims=True))
-        x = x + horizon / steps * strength * (share / share.sum(-1, keepdims=True)) @ x @ value
+        x = x + horizon / steps * strength * softmax(scores, axis=-1) @ x @ value
         states.append(x)
     return np.stack(states, axis=1)
 

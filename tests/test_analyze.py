@@ -1,23 +1,33 @@
-"""The report on a checkpoint: all of its parts, and invalid options."""
+"""The report on a checkpoint: all of its parts, and invalid options. Attention, clusters: results known in advance."""
 
 import dataclasses
+import functools
 import json
 import re
 import types
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from diffeqformer import analyze
-from diffeqformer.analysis import induction, lyapunov, report, sensitivity, spectra
+from diffeqformer.analysis import attention_maps, induction, lyapunov, report, sensitivity, sharpness, simulation
+from diffeqformer.analysis.clustering import relative_distances
+from diffeqformer.analysis.simulation import simulate
+from diffeqformer.analysis.spectra import spectra
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console.results import write_json
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from helpers import lively_model, toy_config
+from diffeqformer.fields.layers import Context
+from diffeqformer.transformer import split_model, weights_at
+from helpers import build_model, lively_model, toy_config
 from runs import command
 
+TOKENS = jnp.arange(3, 11)
 PARTS = [name for name, analysis in analyze.ANALYSES.items() if analysis.by_default]
 
 
@@ -35,7 +45,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     with np.load(tmp_path / "out" / "arrays.npz") as arrays:
         added = arrays["sensitivity/exponents"]
         np.testing.assert_allclose(added, lyapunov.exponents(model, jnp.asarray(tokens)), atol=1e-3)
-        found = spectra.spectra(model, model.grid().ends)
+        found = spectra(model, model.grid().ends)
         np.testing.assert_allclose(arrays["spectra/OV/singular_values"], found["OV"].singular_values, rtol=1e-3)
     measures = numbers["sensitivity"]["measures"]
     assert len(measures) == 4 and all(len(values) == len(tokens) for values in measures.values())
@@ -125,8 +135,8 @@ def test_sections_are_of_the_depth_that_is_asked_for():
     """Those of a model that was made for it."""
     opened = opened_model("diffeqformer")
     made_for_it = dataclasses.replace(opened, model=opened.model.replace(num_steps=3))
-    spectra = ("spectra", {"feed_forward": False})
-    for part, options in (spectra, ("sensitivity", {}), ("flow", {"flow": 2}), ("clustering", {}), ("induction", {})):
+    parts = {"spectra": {"feed_forward": False}, "sensitivity": {}, "flow": {"flow": 2}, "clustering": {}}
+    for part, options in {**parts, "induction": {}}.items():
         section, text = analyze.ANALYSES[part].section, [list(b"text")] * analyze.ANALYSES[part].reads_text
         found = section(opened, *text, num_steps=3, **options)
         expected = section(made_for_it, *text, **options)
@@ -165,3 +175,111 @@ def test_shares_of_values_with_infinite_ones():
     """The last value isn't included."""
     assert report.shares(np.array([1.0, 3.0, -np.inf, 2.0, 50.0])).tolist() == [0.0, 1.0, 0.0, 0.5, 0.0]
     assert report.shares(np.full(2, -np.inf)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
+def test_maps_are_the_attention_that_mixes_values(kind, field):
+    """Measured from outside: with one-hot values, the mixed values are the attention."""
+    model = lively_model(kind, field, num_steps=2)
+    found = attention_maps.maps(model, TOKENS[None])
+    assert found.shape == (2, 1, 4, 8, 8) and np.allclose(found.sum(-1), 1, atol=1e-5)
+    assert not np.triu(np.asarray(found), 1).any() and np.ptp(np.asarray(found)[..., -1, :]) > 0.05
+    one_hot = jnp.tile(jnp.eye(8)[None, :, None], (1, 1, 4, 1))
+    states, seen = model.trajectory(TOKENS[None], weights_at(model)), []
+
+    def attend(query, key, value):
+        seen.append(jax.nn.dot_product_attention(query, key, one_hot, is_causal=True))
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    layers, dt = weights_at(model).at_step(1, 1)
+    model.solver.step(model.field, layers, states[1], dt, Context(attend=attend))
+    np.testing.assert_allclose(found[1], seen[0].swapaxes(1, 2), atol=1e-5)
+
+
+def test_induction_scores_of_an_induction_head_and_of_an_even_one():
+    size = 6
+    known = np.zeros((1, 2, 2 * size, 2 * size), np.float32)
+    for token in range(2 * size):
+        known[0, 0, token, token + 1 - size if token >= size else token] = 1
+        known[0, 1, token, : token + 1] = 1 / (token + 1)
+    even = np.mean([1 / (token + 1) for token in range(size, 2 * size)])
+    assert np.allclose(induction.to_successor(jnp.asarray(known)), [1, even])
+    scores = induction.induction_scores(lively_model("diffeqformer", num_steps=3), range(10, 40), 8, examples=4)
+    assert scores.shape == (3, 4) and (0 < scores).all() and (scores < 1).all()
+
+
+def test_entropy_is_a_share_of_uniform_attentions():
+    known = np.zeros((1, 3, 4, 4), np.float32)
+    known[0, :, 0, 0] = known[0, 0, np.arange(4), np.arange(4)] = 1  # head 0: each token looks at itself
+    known[0, 1] = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
+    known[0, 2, 1:, :2] = 0.5  # head 2: 1 bit of 1, log2(3) and 2
+    expected = [0, 1, np.mean([1, 1 / np.log2(3), 1 / 2])]
+    np.testing.assert_allclose(sharpness.relative_entropy(jnp.asarray(known)), expected, atol=1e-6)
+
+
+def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):
+    """Two steps: the last token takes half from token 1, which took half from token 0 before."""
+    first, second = np.eye(3), np.eye(3)
+    first[1], second[2] = [1, 0, 0], [0, 1, 0]
+    monkeypatch.setattr(attention_maps, "maps", lambda *_: np.stack([first, second]))
+    np.testing.assert_allclose(attention_maps.rollout(build_model("gpt"), jnp.arange(3)), [0.25, 0.25, 0.5])
+
+
+@pytest.mark.long
+def test_input_gradients_are_those_of_the_embeddings():
+    """For distinct tokens, each of whose rows is read once; a Llama's separate head isn't involved."""
+    model = lively_model("llama", "llama", num_steps=2)
+    graph, params = split_model(model)
+
+    def log_probability(table):
+        here = nnx.merge(graph, {**params, "token_embedding": table})
+        return jax.nn.log_softmax(here(TOKENS[None], here.weights())[0, -1])[5]
+
+    slopes = jax.jit(jax.grad(log_probability))(params["token_embedding"])[TOKENS]
+    found = attention_maps.input_gradients(model, TOKENS, target=5)
+    np.testing.assert_allclose(found, np.linalg.norm(slopes, axis=-1), rtol=1e-4)
+
+
+def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
+    """A single particle attends only to itself: dx/dt = s(t) V x, so its growth follows from the integral of s."""
+    for degree, equal_total, integral in ((0, False, 2.0), (2, False, 2 / 3), (2, True, 2.0)):
+        [path] = simulate(degree, equal_total=equal_total, particles=1, dimensions=1, steps=4000, horizon=2.0)
+        random = np.random.RandomState(0)
+        start, value = random.uniform(-1, 1), random.randn(3)[2]
+        assert path.shape == (4001, 1, 1) and path[0, 0, 0] == start
+        assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
+
+
+def closest(degree: int, equal_total: bool = False) -> float:
+    """The lower quartile of the last distances, relative to the root mean square, averaged over draws."""
+    last = simulate(degree, equal_total=equal_total, draws=100)[:, -1]
+    return np.mean([relative_distances(x[None])[0][0, 1] for x in last])
+
+
+def test_growing_weights_gather_particles_as_constant_ones_do_if_their_totals_are_equal():
+    constant, growing, with_equal_totals = closest(0), closest(3), closest(3, equal_total=True)
+    assert growing > 1.3 * constant and with_equal_totals == pytest.approx(constant, rel=0.12)
+
+
+def test_relative_distances_see_clusters_but_neither_size_nor_place():
+    random = np.random.RandomState(1)
+    swarm = random.randn(60, 3)
+    clusters = np.repeat(random.randn(3, 3), 20, axis=0) + 1e-3 * swarm
+    quantiles, sizes = relative_distances(np.stack([swarm, 5 * swarm + 7, clusters, np.zeros((60, 3))]))
+    np.testing.assert_allclose(quantiles[0], quantiles[1], rtol=1e-9)
+    assert sizes[1] == pytest.approx(5 * sizes[0]) and (quantiles[3] == 0).all() and sizes[3] == 0
+    assert quantiles[0, 0] > 0.3
+    assert quantiles[2, 1] < 0.01 < 0.5 < quantiles[2, 2]  # 19 of 59 others are in one's own cluster
+    pairs = np.linalg.norm(swarm[:, None] - swarm, axis=-1)[np.triu_indices(60, 1)]
+    assert sizes[0] == pytest.approx(np.sqrt((pairs**2).mean()))
+    assert quantiles[0, 2] == pytest.approx(np.median(pairs) / sizes[0])
+
+
+def test_the_report_draws_the_simulation_with_its_control(monkeypatch):
+    monkeypatch.setattr(simulation, "DRAWS", 2)
+    monkeypatch.setattr(simulation, "simulate", functools.partial(simulate, particles=4, steps=40))
+    found = simulation.section(mock.Mock(checkpoint.Checkpoint))
+    assert found.html.count("<img") == 2 and found.arrays["equal_end/constant/paths"].shape == (41, 4, 3)
+    kinds = [kind for kind in found.numbers if kind.startswith("equal")]
+    assert len({str(found.numbers[kind]["constant"]) for kind in kinds}) == 1
+    assert len({str(found.numbers[kind]["degree 3"]) for kind in kinds}) == 2

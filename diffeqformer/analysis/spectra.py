@@ -9,12 +9,14 @@ D x n and an n x D matrix has the same nonzero eigenvalues as the n x n product 
 eigenvalues are computed from K x K matrices. Eigenvalues are kept complex.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Complex, Float
 from threadpoolctl import threadpool_limits
 
@@ -24,7 +26,7 @@ from diffeqformer.console import figures
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import in_type
-from diffeqformer.transformer import Transformer
+from diffeqformer.transformer import Transformer, split_model
 
 CHUNK = 12  # number of times whose weights exist at once
 PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown
@@ -77,6 +79,19 @@ def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n
     return Spectrum(np.take_along_axis(values, order, -1), singular)
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "feed_forward"))  # which makes no kernel that isn't asked for
+def _pairs(graph, params, features, layers, feed_forward):
+    model = nnx.merge(graph, params)
+    layers = model.depth.from_features(features) if layers is None else layers
+    layers = in_type(merge(layers), jnp.float32)
+    query, key, value, out = model.field.head_matrices(layers)
+    pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
+    if feed_forward:
+        for name, pair in model.field.feed_forward_matrices(layers).items():
+            pairs[name] = tuple(matrix[:, None] for matrix in pair)
+    return pairs
+
+
 def pairs_over_time(
     model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
@@ -85,20 +100,17 @@ def pairs_over_time(
     Raises:
         UserError: if the model has weights per layer and the number of times differs from the number of layers.
     """
-    depth = model.depth
+    depth, features, layers = model.depth, None, None
     stored = None if depth.generated else depth(Grid.of(times))
     if depth.constant:
         stored, times = jax.tree.map(lambda leaf: leaf[None], stored), times[-1:]
     for start in range(0, len(times), CHUNK):
         part = slice(start, start + CHUNK)
-        layers = depth(Grid.of(times[part])) if stored is None else jax.tree.map(lambda leaf: leaf[part], stored)
-        layers = in_type(merge(layers), jnp.float32)
-        query, key, value, out = model.field.head_matrices(layers)
-        pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
-        if feed_forward:
-            for name, pair in model.field.feed_forward_matrices(layers).items():
-                pairs[name] = tuple(matrix[:, None] for matrix in pair)
-        yield jax.tree.map(np.asarray, pairs)
+        if depth.generated:
+            features = jnp.asarray(depth.features(times[part]))
+        else:
+            layers = jax.tree.map(lambda leaf: leaf[part], stored)
+        yield jax.tree.map(np.asarray, _pairs(*split_model(model), features, layers, feed_forward))
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:

@@ -100,7 +100,8 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
     """
     stage, _, model = mode.partition("-")
     if stage not in ("pretrain", "full", "lora") or model not in ("", "gpt"):
-        raise UserError(f"--config: must end with :pretrain, :full, :lora, or one of these and -gpt, but it is :{mode}")
+        known = ":pretrain, :full or :lora, or one of these with -gpt"
+        raise UserError(f"--config: must end with {known}, but it is :{mode}")
     first = f"pretrain_{pretraining}" + (f"-{model}" if model else "")
     config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
     config.name = first

@@ -7,9 +7,16 @@ The paper's tables come from `diffeqformer.downstream`.
 
 import sys
 
-from diffeqformer.console.surroundings import set_up
+from diffeqformer.console.surroundings import PATHS, at_home, set_up
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
+
+
+def argument_at_home(argument: str) -> str:
+    """An argument of lm-eval's command line; if it has a path, with the home folder in place of ~."""
+    name, equals, value = argument.partition("=")
+    return f"{name}={at_home(value)}" if equals and PATHS.fullmatch(name.lstrip("-")) else argument
+
 
 if __name__ == "__main__":
     try:
@@ -20,6 +27,7 @@ if __name__ == "__main__":
         sys.exit("diffeqformer: harness needs lm-evaluation-harness; pip install 'lm-eval>=0.4.13,<0.5'")
     try:
         set_up()
+        sys.argv = [argument_at_home(argument) for argument in sys.argv]
         hosts.check_one("harness: lm-eval's own command (`diffeqformer.downstream` takes several)")
         cli_evaluate()
     except UserError as error:

@@ -1,9 +1,11 @@
 """Damaged checkpoints are noticed, named and, in training, set aside."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
 import shutil
+import types
 from unittest import mock
 
 import jax
@@ -23,7 +25,9 @@ from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
-from diffeqformer.training.run import set_aside_if_damaged
+from diffeqformer.training.goodput import Stopwatch
+from diffeqformer.training.hooks import Hooks
+from diffeqformer.training.run import Run, set_aside_if_damaged
 from helpers import drawn, save_params, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
@@ -254,6 +258,28 @@ def test_a_run_checks_its_token_store_before_it_saves_anything(tmp_path, short_s
     (stores / name / "store.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=f"{shard}: it holds the id 300, but the tokenizer's ids are below 257; delete"):
         loop.train(config, tmp_path / "run")
+
+
+def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_to_stop(monkeypatch):
+    done, hooks = [], mock.Mock(clock=Stopwatch(0.0))
+    hooks.run.about = checkpoint.About({}, "bytes")
+    hooks.run.check_store.side_effect = lambda wait: done.append("check") if wait else None
+    hooks.run.config.eval_every = 1
+    hooks.progress.flush.side_effect = lambda: done.append("curves")
+    monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("state"))
+    for stops, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):
+        Hooks.save(hooks, 1, {"params": {}}, None, stops)
+        assert done == expected
+        done.clear()
+
+
+def test_a_step_goes_on_while_the_store_is_checked_and_ends_with_its_damage():
+    run = types.SimpleNamespace(verified=concurrent.futures.Future())
+    Run.check_store(run)
+    run.verified.set_exception(UserError("damaged"))
+    for wait in (True, False):
+        with pytest.raises(UserError, match="damaged"):
+            Run.check_store(run, wait)
 
 
 def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):

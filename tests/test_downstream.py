@@ -175,6 +175,7 @@ def test_impossible_generation_is_found_before_any_work(runs, tmp_path, local_ta
     monkeypatch.setattr(downstream, "run_harness", lambda *_: pytest.fail("it went to work"))
     for number, (asked, sentence) in enumerate((
         ({"max_gen_toks": 64}, "generation_kwargs.max_gen_toks: must be at least 1 and below the window of 64 tokens"),
+        ({"until": 3}, "generation_kwargs.until: must be text, or a list of texts"),
         ({"num_beams": 4}, "generation_kwargs.num_beams: isn't supported; take do_sample, "),
         ({"top_k": 2.5, "do_sample": True}, "generation_kwargs.top_k: must be a whole number of at least 0"),
     )):  # fmt: skip
@@ -186,12 +187,36 @@ def test_impossible_generation_is_found_before_any_work(runs, tmp_path, local_ta
             downstream.run_all(options(runs, include=str(folder), output=str(tmp_path / "out")))
 
 
-def test_lm_eval_makes_the_model_from_its_name_and_arguments(runs, local_tasks):
+def test_what_is_done_outlives_an_error_in_a_later_task(runs, tmp_path, local_tasks, monkeypatch):
+    run_harness = downstream.run_harness
+
+    def run_or_fail(model, tasks, limit):
+        if "pages" in tasks["tasks"]:
+            raise UserError("no more")
+        return run_harness(model, tasks, limit)
+
+    monkeypatch.setattr(downstream, "run_harness", run_or_fail)
+    with pytest.raises(UserError, match="^no more$"):
+        downstream.run_all(options(runs, tasks=["last_word", "pages"], output=str(tmp_path / "out"), limit=3))
+    [run] = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    [scored] = json.loads((tmp_path / "out" / "documents.json").read_text())
+    assert list(run["tasks"]) == ["last_word"] and len(scored["documents"]["last_word"]) == 3
+    assert "| last_word |" in (tmp_path / "out" / "results.md").read_text()
+
+
+def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):
     manager = TaskManager(include_path="tests/data/tasks", include_defaults=False)
-    how = dict(tasks=["sums"], batch_size="4", device="cuda:0", bootstrap_iters=0, task_manager=manager)
-    results = lm_eval.simple_evaluate("diffeqformer", f"workdir={runs[0]},num_steps=3,window=50", **how)
-    assert len(results["samples"]["sums"]) == 4
-    assert [results["config"][f"model_{name}"] for name in ("step", "num_steps", "window")] == [12, 3, 50]
+    how = dict(tasks=["sums"], batch_size="4", bootstrap_iters=0, task_manager=manager)
+    results = lm_eval.simple_evaluate("diffeqformer", f"workdir={runs[0]},num_steps=2", **how)
+    assert len(results["samples"]["sums"]) == 4 and results["config"]["model_num_steps"] == 2
+
+
+def test_lm_eval_makes_the_model_from_its_arguments(runs):
+    model = HarnessModel.create_from_arg_string(
+        f"workdir={runs[0]},num_steps=3,window=50", {"batch_size": "5", "device": "cuda:0", "max_batch_size": None}
+    )
+    assert model.num_steps == 3 and model.max_length == 50 and model.scorer.batch_size == 8
+    assert model.get_model_info()["model_step"] == 12
     for arguments, sentence in (
         ({}, "workdir: the folder of a run is needed"),
         ({"workdir": runs[0], "depth": 3}, "depth: there is no such argument"),
@@ -226,3 +251,6 @@ def test_logiqa_from_a_local_file_asks_what_lm_eval_asks(tmp_path, local_tasks):
         number = theirs["doc_to_target"](row)
         assert task.doc_to_text(row) == theirs["doc_to_text"](row) and task.doc_to_choice(row) == row["options"]
         assert task.doc_to_target(row) == task.doc_to_target({**row, "label": number}) == number
+    for label in ("e", "", 4, -1):
+        with pytest.raises(ValueError, match="not in list"):
+            task.doc_to_target({**rows[0], "label": label})

@@ -24,6 +24,7 @@ from diffeqformer.huggingface.pretrained import difference, open_pretrained
 from diffeqformer.import_model import import_model
 from helpers import forward, toy_config, write_tokenizer_json
 from newcomer import gpt2_files
+from runs import command
 
 
 @pytest.mark.parametrize("name, kind", [*((name, None) for name in CONFIGS), ("neox", "diffeqformer")])
@@ -190,3 +191,12 @@ def test_the_card_has_what_was_measured_at_this_depth_alone(tmp_path, monkeypatc
         assert card.count("bits per byte") == 1 and f"| bits per byte of {said}" in card
         assert f"{number} steps by lie_trotter; trained in 6 by lie_trotter" in card
         assert "| training | 12 steps of 128 tokens |" in card and "| model | interpolated, field gpt |" in card
+
+
+def test_the_command_says_what_it_wrote(tmp_path):
+    write_run(tmp_path / "run", "interpolated", "llama")
+    options = f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'folder'}"
+    done = command("export", *options, "--num_steps=3", "--dtype=bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert "folder: LlamaForCausalLM, " in done.stdout and " tensors of BF16 and 1 file\n" in done.stdout
+    assert "largest error of a logit: " in done.stdout and " MB\n" in done.stdout

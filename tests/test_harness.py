@@ -1,10 +1,12 @@
 """lm-evaluation-harness: scores equal a plain loop's, batches and devices don't matter, generation, and the command."""
 
 import jax
+import lm_eval.api.model
 import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from scipy.special import log_softmax
 
 from diffeqformer import transformer
 from diffeqformer.checkpoints import checkpoint
@@ -12,17 +14,21 @@ from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentenceP
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.lm_eval_model import HarnessModel
-from diffeqformer.inference.sampling import Choice, write_tokens
+from diffeqformer.inference.sampling import Choice, generate, write_tokens
 from diffeqformer.parallel import memory
-from helpers import ONE_DEVICE, lively_model, toy_config
+from helpers import ONE_DEVICE, forward, lively_model, toy_config
 
 BYTES = ByteTokenizer()
 WINDOW = 40
 PAIRS = [
     ("A cat sat on", " the mat"),
-    ("a context much longer than the window of the model, which loses its beginning", " end"),
     ("", "No context at all"),
+    ("spaces after it  ", "belong to the continuation"),
+    ("  ", "a context of spaces alone"),
+    ("é and ж", " are bytes ß"),
+    ("a context much longer than the window of the model, which loses its beginning", " end"),
     ("short", " and a continuation that is longer than the window, so that it needs several of them"),
+    *((f"number {n}", n * " n" + ".") for n in range(3)),
 ]
 TEXTS = ["", "a", "a text of forty bytes, no more, no less.", "A text that is longer than one window, twice. " * 3]
 
@@ -41,7 +47,7 @@ def requests(kind, arguments):
     return [Instance(kind, {}, args, i, metadata=("task", i, 1)) for i, args in enumerate(arguments)]
 
 
-def log_likelihoods(model, pairs):
+def log_likelihoods(model, pairs=PAIRS):
     return model.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
 
 
@@ -53,33 +59,42 @@ def write(model, *arguments):
     return model.generate_until(requests("generate_until", arguments), disable_tqdm=True)
 
 
-def stretches_of(model, pairs):
-    """What a model is asked to score for each pair."""
-    seen = []
-    model._score = lambda groups, *_: seen.extend(groups) or [(0.0, False)] * len(groups)
-    log_likelihoods(model, pairs)
-    return seen
+def plain_score(model, context, continuation):
+    """A continuation's log-probability and greediness, given a context, from the logits of at most WINDOW inputs.
+
+    Behind these come any ids, on which nothing depends: one length is compiled.
+    """
+    ids = (context + continuation)[-(WINDOW + 1) :]
+    inputs = np.array([(ids[:-1] + [99] * WINDOW)[:WINDOW]])
+    logits = np.asarray(forward(model, inputs))[0, : len(ids) - 1]
+    log_probs = log_softmax(np.float64(logits), axis=-1)[-len(continuation) :]
+    continuation = np.array(ids[-len(continuation) :])
+    return float(log_probs[np.arange(len(continuation)), continuation].sum()), (
+        log_probs.argmax(-1) == continuation
+    ).all()
 
 
-def test_a_continuation_is_scored_after_as_much_of_its_context_as_fits():
+def test_scores_are_those_of_a_loop_without_batches():
     """For a context that fits, one that doesn't, no context, and a continuation that takes three windows."""
-    (cat, mat), (long, end), (_, alone), (short, several) = [map(BYTES.encode, pair) for pair in PAIRS]
-    assert stretches_of(harness_model(), PAIRS) == [
-        [scoring.Stretch(cat + mat, len(cat))],
-        [scoring.Stretch((long + end)[-WINDOW - 1 :], WINDOW + 1 - len(end))],
-        [scoring.Stretch([BYTES.end_of_text, *alone], 1)],
-        [
-            scoring.Stretch(short[-1:] + several[:WINDOW], 1),
-            scoring.Stretch(several[WINDOW - 1 : 2 * WINDOW], 1),
-            scoring.Stretch(several[-WINDOW - 1 :], WINDOW + 1 - (len(several) - 2 * WINDOW)),
-        ],
-    ]
+    model = small_model()
+    (cat, long, none, several) = log_likelihoods(harness_model(model), [PAIRS[i] for i in (0, 5, 1, 6)])
+    for (total, greedy), (context, continuation) in ((cat, PAIRS[0]), (long, PAIRS[5]), (none, PAIRS[1])):
+        context = BYTES.encode(context) or [BYTES.end_of_text]
+        expected, likeliest = plain_score(model, context, BYTES.encode(continuation))
+        assert total == pytest.approx(expected, rel=1e-5) and greedy == likeliest
+    context, ids = map(BYTES.encode, PAIRS[6])
+    assert 2 * WINDOW < len(ids) < 3 * WINDOW
+    parts = [(context[-1:], ids[:WINDOW]), (ids[:WINDOW][-1:], ids[WINDOW : 2 * WINDOW]), (ids, ids[2 * WINDOW :])]
+    parts[2] = (ids[: 2 * WINDOW], parts[2][1])
+    expected = sum(plain_score(model, before, part)[0] for before, part in parts)
+    assert several[0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("continuation, fits", [(" b", WINDOW - 1), (" and a continuation longer than the window", 1)])
 def test_contexts_that_are_cut_are_counted(continuation, fits):
     model = harness_model()
-    stretches_of(model, [(length * "a", continuation) for length in (0, 1, fits, fits + 1)])
+    model._score = lambda groups, *_: [(0.0, False)] * len(groups)
+    log_likelihoods(model, [(length * "a", continuation) for length in (0, 1, fits, fits + 1)])
     rolling(model)
     assert model.counts["task"]["contexts"] == 4 and model.counts["task"]["contexts_cut"] == 1
 
@@ -104,7 +119,7 @@ def test_few_shapes_are_compiled_and_weights_are_made_once(monkeypatch, compilat
     monkeypatch.setattr(reader, "weights_at", lambda *arguments: made.append(arguments) or real(*arguments))
     model = harness_model(small_model(max_length=48), num_steps=3, batch_size=4)
     for _ in range(2):
-        log_likelihoods(model, PAIRS), rolling(model), write(model, ("a", {"max_gen_toks": 2}))
+        log_likelihoods(model), rolling(model), write(model, ("a", {"max_gen_toks": 2}))
     assert 1 <= compilations("target_scores") <= 2  # 32 and 48 positions
     assert len(made) == 1
 
@@ -122,12 +137,32 @@ def test_whole_texts_have_the_score_of_the_project_itself_and_the_windows_of_lm_
 def test_byte_pairs_are_split_where_lm_eval_splits_them():
     pieces = [bytes([b]) for b in range(256)] + [b" t", b"he", b" the"]
     model = harness_model(small_model(vocab_size=260), GPT2Tokenizer(dict(zip(pieces, range(259)))))
-    pairs = [("see", " the"), ("see ", "the"), ("", "the"), ("", "  a"), ("  ", "a")]
-    [[first], [second], [third], [fourth], [fifth]] = stretches_of(model, pairs)
+    seen = []
+    model._score = lambda groups, *_: seen.extend(groups) or [(0.0, False)] * len(groups)
+    log_likelihoods(model, [("see", " the"), ("see ", "the"), ("", "the"), ("", "  a"), ("  ", "a")])
+    [[first], [second], [third], [fourth], [fifth]] = seen
     assert first == second and fourth == fifth and first.ids[first.first :] == [258]
     assert third.ids == [259, ord("t"), 257] and third.first == 1
     with pytest.raises(UserError, match="^continuation: 'e' after 'th' has no tokens of its own"):
         log_likelihoods(model, [("th", "e")])  # "the" is t, he: as many tokens as "th" has
+
+
+@pytest.mark.long
+def test_sentence_pieces_are_scored_and_written(sentencepiece_file):
+    """With a tokenizer like Llama's, whose pieces mark the beginning of a word and of the text."""
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    network = small_model(vocab_size=tokenizer.vocab_size)
+    model = harness_model(network, tokenizer)
+    whole, context = tokenizer.encode("A cat sees the red thing."), tokenizer.encode("A cat sees")
+    assert whole[: len(context)] == context
+    expected, _ = plain_score(network, context, whole[len(context) :])
+    for pair in (("A cat sees", " the red thing."), ("A cat sees ", "the red thing.")):
+        assert log_likelihoods(model, [pair])[0][0] == pytest.approx(expected, rel=1e-5)
+    alone, _ = plain_score(network, [tokenizer.end_of_text], tokenizer.encode("the red"))
+    assert log_likelihoods(model, [("", "the red")])[0][0] == rolling(model, ["the red"])[0] == pytest.approx(alone)
+    [text] = write(model, ("A cat", {"max_gen_toks": 3}))
+    [again] = generate(network, tokenizer, "A cat", tokens=3, key=jax.random.key(0), choice=Choice(0.0))
+    assert text == again
 
 
 def test_an_unknown_id_is_never_what_greedy_decoding_would_give(lossy_file):
@@ -202,3 +237,23 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda devices: 10)
     with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts would take "):
         write(model, *asked)
+
+
+def test_models_that_answer_differently_share_no_cache(tmp_path):
+    single = {bytes([b]): b for b in range(256)}
+    models = [
+        harness_model(),
+        harness_model(num_steps=3),
+        harness_model(window=WINDOW - 1),
+        harness_model(small_model(width=64)),
+        *(harness_model(tokenizer=GPT2Tokenizer({**single, pair: 256})) for pair in (b"<|", b"|>")),
+        harness_model(reader.with_solver(small_model(), "heun", toy_config().model), num_steps=2),
+        harness_model(small_model(dtype="bfloat16")),
+    ]
+    answers = [lm_eval.api.model.CachingLM(model, f"{tmp_path}/cache_rank0.db") for model in models]
+    assert len({cache.cache_db for cache in answers}) == len(models)
+    again = lm_eval.api.model.CachingLM(harness_model(batch_size=2), f"{tmp_path}/cache_rank0.db")
+    asked = requests("loglikelihood", PAIRS[:1])
+    expected = answers[0].loglikelihood(asked)
+    again.lm.scorer = None  # it must not be asked
+    assert again.loglikelihood(asked) == expected

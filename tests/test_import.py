@@ -17,9 +17,10 @@ from diffeqformer.errors import UserError
 from diffeqformer.huggingface.architectures import read_model
 from diffeqformer.huggingface.folder import INDEX, Tensors
 from diffeqformer.huggingface.pretrained import Pretrained, open_pretrained
-from diffeqformer.import_model import describe, import_model
+from diffeqformer.import_model import SENTENCE, import_model
 from diffeqformer.transformer import Path, split_model
 from helpers import forward
+from runs import command
 
 
 def logits_of(workdir, tokens) -> np.ndarray:
@@ -41,9 +42,6 @@ def test_logits_are_those_of_transformers(name, kind, tmp_path):
     logits = logits_of(tmp_path / "run", tokens)
     assert np.abs(logits - expected).max() < 2e-6 * np.abs(expected).max()
     assert 1 < check.loss < 9 and len(check.likeliest) == 5
-    assert f" in {len(arrays)} tensors of F32 and 1 file\n" in describe(found, check)
-    with pytest.raises(UserError, match="^--workdir: .* already holds a checkpoint"):
-        import_model(tmp_path / "folder", tmp_path / "run")
     opened = checkpoint.load(tmp_path / "run")
     assert opened.tokenizer.decode(opened.tokenizer.encode("France")) == "France" and opened.tokenizer.end_of_text == 59
     if kind:
@@ -186,3 +184,18 @@ def test_a_folder_that_is_not_whole_is_one_sentence(how, sentence, tmp_path):
     with pytest.raises(UserError, match=sentence):
         import_model(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_says_what_it_read(tmp_path):
+    write_folder(tmp_path / "folder", arrays_of("llama")[0], CONFIGS["llama"])
+    options = f"--from={tmp_path / 'folder'}", f"--workdir={tmp_path / 'run'}"
+    done = command("import_model", *options, "--kind=diffeqformer")
+    assert done.returncode == 0, done.stderr
+    for part in (
+        ": LlamaForCausalLM, 65,952 weights in 57 tensors of F32 and 1 file",
+        "60 ids of the model's 64, end of text 59",
+    ):
+        assert part in done.stdout
+    assert "largest error of a weight: " in done.stdout and f"{SENTENCE!r}: " in done.stdout
+    with pytest.raises(UserError, match="^--workdir: .* already holds a checkpoint"):
+        import_model(tmp_path / "folder", tmp_path / "run")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffeqformer import harness
 from diffeqformer.console.results import write_json
 from diffeqformer.console.surroundings import at_home, set_up
 from diffeqformer.transformer import split_model
@@ -47,6 +48,8 @@ def test_a_tilde_is_a_home_folder(monkeypatch):
         ("gs://bucket/~/a,a~/~b,./~", "gs://bucket/~/a,a~/~b,./~"),
     ):
         assert at_home(given) == expected
+        assert harness.argument_at_home(f"--use_cache={given}") == f"--use_cache={expected}"
+    assert harness.argument_at_home("--system_instruction=~") == "--system_instruction=~"
 
 
 def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path):

@@ -2,10 +2,14 @@
 
 import collections
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import re
+import sys
 
+import jax
 import lm_eval.api.model
 import numpy as np
 from jax.sharding import Mesh
@@ -14,7 +18,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from diffeqformer.checkpoints import checkpoint
+from diffeqformer import __version__
+from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
@@ -23,6 +28,7 @@ from diffeqformer.inference.sampling import Choice, Text, encode_prompt, sample_
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import random_key
 
 os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
@@ -103,6 +109,14 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             "model_window": self.max_length,
         }
 
+    def answers_as(self) -> str:
+        """A hash of all that its answers depend on: two models with the same one give the same, up to rounding."""
+        config, tokenizer, reader = self.opened.config.model, self.opened.tokenizer, self.scorer.reader
+        solver = [name for name, solver in SOLVERS.items() if solver == self.opened.model.solver]
+        how = [config.to_dict(), solver, self.num_steps, self.max_length, tokenizer.name, tokenizer.save(), __version__]
+        how += [checksums.of_tree((reader.params, reader.weights)), jax.config.jax_default_matmul_precision]
+        return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:16]
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-probability of each continuation in nats, and whether greedy decoding would produce it.
 
@@ -131,7 +145,10 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
-        return self._score([self._stretches(*ids) for _, *ids in requests], "Scoring", disable_tqdm)
+        results = self._score([self._stretches(*ids) for _, *ids in requests], "Scoring", disable_tqdm)
+        for (texts, _, _), result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
 
     def _stretches(self, context: list[int], continuation: list[int]) -> list[Stretch]:
         """The whole continuation, after the end of the context, as far as it fits into the window."""
@@ -153,13 +170,15 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             lost.append(lost_in(self.opened.tokenizer, text, ids))
             self._count(request, lost[-1])
         scores = self._score(groups, "Scoring texts", disable_tqdm)
-        return [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
+        results = [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
+        for request, result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return results
 
     def _score(self, groups: list[list[Stretch]], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
         """For each group of stretches: the sum of its log-probabilities, and whether all its ids are the likeliest."""
         stretches = [stretch for group in groups for stretch in group]
-        total = sum(len(ids) - first for ids, first in stretches)
-        with tqdm(desc=what, total=total, unit=" tokens", unit_scale=True, disable=disable_tqdm) as bar:
+        with _bar(sum(len(ids) - first for ids, first in stretches), what, " tokens", disable_tqdm) as bar:
             scores = iter(self.scorer(stretches, show=bar.update))
         results = []
         for group in groups:
@@ -186,7 +205,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         check_room(self.opened.model, steps, self.max_length, size, "batch_size", divided=False)
         how = scorer.reader, self.max_length, tokenizer
         keys, results = sample_keys(random_key(0, "sample"), len(requests)), [""] * len(requests)
-        with tqdm(desc="Writing", total=len(requests), unit=" texts", disable=disable_tqdm) as bar:
+        with _bar(len(requests), "Writing", " texts", disable_tqdm) as bar:
             for choice, alike in choices.items():
                 for text, result in zip(alike, write_batches(*how, alike, keys, choice, size), strict=True):
                     results[text.key] = result
@@ -206,6 +225,8 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
             f"generation_kwargs.max_gen_toks: must be at least 1 and below the window of {window} tokens, "
             f"but it is {count}"
         )
+    if not all(isinstance(stop, str) for stop in until):
+        raise UserError(f"generation_kwargs.until: must be text, or a list of texts, but it is {until}")
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
     choice = Choice(float(temperature), options.get("top_k", 0), float(options.get("top_p", 1.0)))
     try:
@@ -213,3 +234,22 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     except UserError as error:
         raise UserError(f"generation_kwargs.{error}") from None
     return count, until, choice
+
+
+class _Cache(lm_eval.api.model.CachingLM):
+    """lm-eval's cache of answers. It knows a request by its text alone, so each model here has a file of its own."""
+
+    def __init__(self, lm: lm_eval.api.model.LM, cache_db: str):
+        if isinstance(lm, HarnessModel):
+            cache_db = f"{cache_db.removesuffix('.db')}_{lm.answers_as()}.db"
+        super().__init__(lm, cache_db)
+
+
+lm_eval.api.model.CachingLM = _Cache  # which lm-eval looks up here
+
+
+def _bar(total: int, what: str, unit: str, disabled: bool) -> tqdm:
+    """A progress bar, which is redrawn often on a terminal and every 15 s elsewhere."""
+    often = 0.2 if sys.stderr.isatty() else 15.0
+    options = dict(desc=what, unit=unit, unit_scale=True, mininterval=often, maxinterval=often, disable=disabled)
+    return tqdm(total=total, **options)

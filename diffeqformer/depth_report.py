@@ -28,10 +28,10 @@ from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, reachable
+from diffeqformer.inference.harness_tasks import columns_of
 from diffeqformer.inference.perplexity import plot_by_depth
 from diffeqformer.inference.sampling import write_tokens
 from diffeqformer.inference.scoring import Scorer, window_size
-from diffeqformer.inference.tasks import columns_of
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, abstract_model, random_key, split_model, weights_of

@@ -23,8 +23,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.scoring import lead, window_size
-from diffeqformer.inference.tasks import (
+from diffeqformer.inference.harness_tasks import (
     PERCENT,
     SEED,
     Tasks,
@@ -34,6 +33,7 @@ from diffeqformer.inference.tasks import (
     set_shots,
     summary,
 )
+from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model
 

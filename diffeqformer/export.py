@@ -28,7 +28,7 @@ from diffeqformer.console.results import header, home_folder
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.llama import BIASES
 from diffeqformer.huggingface.architectures import ARCHITECTURES
-from diffeqformer.huggingface.folder import check_new, tokenizer_files, written_whole
+from diffeqformer.huggingface.model_folder import check_new, tokenizer_files, written_whole
 from diffeqformer.huggingface.pretrained import SENTENCE, difference, logits_of, open_pretrained, write_pretrained
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.parallel import hosts

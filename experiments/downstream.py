@@ -18,7 +18,16 @@ from scipy import stats
 
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.results import write_text
-from diffeqformer.inference.tasks import PERCENT, TASKS, Column, Value, columns_of, in_order, shown_metric, table
+from diffeqformer.inference.harness_tasks import (
+    PERCENT,
+    TASKS,
+    Column,
+    Value,
+    columns_of,
+    in_order,
+    shown_metric,
+    table,
+)
 
 RESULTS = flags.DEFINE_string("results", None, "A folder of results of diffeqformer.downstream.", required=True)
 SEED = re.compile(r"(seed[-_])\d+")

@@ -9,7 +9,7 @@ import re
 import sysconfig
 from typing import NamedTuple
 
-from diffeqformer.inference.tasks import TASKS
+from diffeqformer.inference.harness_tasks import TASKS
 from newcomer import LOGIQA, PAGES, RAW, SMALL_MODEL, SMALL_RUN
 
 ELSEWHERE = {"docs/extending": "tests/test_extending.py follows these pages in a repository that they change"}

@@ -17,7 +17,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from diffeqformer import downstream
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
-from diffeqformer.inference import tasks
+from diffeqformer.inference import harness_tasks as tasks
 from diffeqformer.inference.lm_eval_model import HarnessModel
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from diffeqformer.inference import tasks
-from diffeqformer.inference.tasks import TASKS
+from diffeqformer.inference import harness_tasks as tasks
+from diffeqformer.inference.harness_tasks import TASKS
 
 ROW = {"shots": 0, "examples": 4, "contexts": 8, "contexts_cut": 0, "unknown_tokens": 0, "altered_texts": 0}
 

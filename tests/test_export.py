@@ -17,9 +17,9 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.export import export
-from diffeqformer.huggingface import folder as folders
+from diffeqformer.huggingface import model_folder as folders
 from diffeqformer.huggingface.architectures import write_model
-from diffeqformer.huggingface.folder import INDEX, tokenizer_files
+from diffeqformer.huggingface.model_folder import INDEX, tokenizer_files
 from diffeqformer.huggingface.pretrained import difference, open_pretrained
 from diffeqformer.import_model import import_model
 from helpers import forward, toy_config, write_tokenizer_json

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.huggingface.architectures import read_model
-from diffeqformer.huggingface.folder import INDEX, Tensors
+from diffeqformer.huggingface.model_folder import INDEX, Tensors
 from diffeqformer.huggingface.pretrained import Pretrained, open_pretrained
 from diffeqformer.import_model import SENTENCE, import_model
 from diffeqformer.transformer import Path, split_model

@@ -19,7 +19,7 @@ from diffeqformer.config import base_config, check_config
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, counted
 from diffeqformer.huggingface.architectures import ARCHITECTURES, Row, read_model, tensors_of, write_model
-from diffeqformer.huggingface.folder import Index, Tensors, read_json, write_json, write_tensors
+from diffeqformer.huggingface.model_folder import Index, Tensors, read_json, write_json, write_tensors
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import AXES

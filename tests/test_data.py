@@ -140,7 +140,7 @@ def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here
     changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
     make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
 
-    def put_file(path, there):  # a record that came before its shards would stay
+    def put_file(path, there, **_):  # a record that came before its shards would stay
         if not path.endswith("store.json"):
             raise OSError("the network is gone")
         memory.pipe_file(there, b"")

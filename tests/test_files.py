@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -20,14 +21,16 @@ SECOND = " = Foo ( 1 = 2 ) = \n \n = = Section = = \n \n = = = Deeper = = = \n \
 
 
 def test_articles_begin_at_titles_and_join_to_the_text():
-    assert list(articles(FIRST + SECOND)) == [FIRST, SECOND]
-    assert list(articles(" \n\n" + FIRST + SECOND)) == [FIRST, SECOND]
-    assert list(articles("No title \n \n" + FIRST + SECOND)) == ["No title \n \n", FIRST, SECOND]
-    assert list(articles(FIRST + " = Last = ")) == [FIRST, " = Last = "]
-    assert list(articles(FIRST + " = Followed = \n at once \n")) == [FIRST + " = Followed = \n at once \n"]
-    assert list(articles(FIRST + "A list :\n = Item = \n \n")) == [FIRST + "A list :\n = Item = \n \n"]
-    assert list(articles(FIRST + " = A\u2028B = \n \n c")) == [FIRST, " = A\u2028B = \n \n c"]
-    assert list(articles("")) == list(articles(" \n \n")) == []
+    for parts in (
+        [FIRST, SECOND],
+        ["No title \n \n", FIRST, " = Last = "],
+        [FIRST + " = Followed = \n at once \n"],
+        [FIRST + "A list :\n = Item = \n \n"],
+        [FIRST, " = A\u2028B = \n \n c"],
+        [],
+    ):
+        assert list(articles(io.StringIO("".join(parts), newline="\n"))) == parts
+    assert list(articles([" \n", "\n", " = A = \n", "\n"])) == [" = A = \n\n"]
 
 
 TOKENS = {

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import tokenizers
-from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, Tokenizer
@@ -96,6 +95,8 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
 
 def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write tensors as `dtype`: one file, or several of up to `LARGEST` bytes with an index."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # which reads its variables when it is imported
+
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda array: array.size * jnp.dtype(dtype).itemsize,

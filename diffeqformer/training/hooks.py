@@ -137,7 +137,7 @@ class Hooks:
             results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, depth)["bits_per_byte"]
         self.progress.validation(number, results)
         for tracker in self.progress.trackers if run.other_depths() else ():
-            tracker.picture(number, "bits_per_byte_by_depth", by_depth(results, config.model.num_steps))
+            tracker.picture(number, "bits_per_byte_by_depth", by_depth(results, run.config.model.num_steps))
         self.progress.pause(self.clock.lap("evaluation"))
         return results
 

@@ -171,7 +171,7 @@ class GeneratedWeights(DepthWeights):
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
         width = config.time_embed_dim
-        # `generator_start` is of generated kernels; without them a command line may not set it (`config_fields`)
+        # `generator_start` is of generated kernels; without them a command line may not set it (`rules`)
         start = GENERATOR_STARTS[config.generator_start if self.generates_kernels else "published"]
         start = dataclasses.replace(start, gain=gain_of(config))
         self.precision = precision_in(config.dtype)

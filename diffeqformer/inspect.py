@@ -62,9 +62,7 @@ def parameters(
         count = math.prod(array.shape)
         row = {"name": "/".join(path), "shape": list(array.shape), "dtype": array.dtype.name, "count": count}
         row |= {"bytes": count * array.dtype.itemsize, "trains": trains}
-        if with_statistics:  # in parts, as the float64 numbers of all of it would take three times its memory
-            row |= statistics(np.array_split(array.read().reshape(-1), count // 2**24 + 1))
-        rows.append(row)
+        rows.append(row | (statistics(array.checked_blocks()) if with_statistics else {}))
     return rows
 
 
@@ -79,7 +77,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
     """Describe a run or a materialized model as plain data, without building the model.
 
     Args:
-        with_statistics: whether to compute statistics of the parameters. This reads all of them, one by one.
+        with_statistics: whether to compute statistics of the parameters. This reads all of them, in parts.
 
     Returns:
         workdir, step, name, kind, field, solver, num_steps

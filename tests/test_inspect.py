@@ -15,7 +15,7 @@ from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer import inspect
-from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import checkpoint, stored_arrays
 from diffeqformer.config import field_names
 from diffeqformer.console.progress import Progress, TensorBoard, read_curves
 from diffeqformer.errors import UserError
@@ -119,11 +119,23 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
         inspect.inspect_run(tmp_path, step=5)
 
 
-def test_large_arrays_are_taken_in_parts():
+def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     array = np.float32(1000 + np.random.RandomState(0).randn(50, 7))
     array[20] = np.nan  # also a block with less than others
     found, finite = inspect.statistics([array[:23], array[23:]]), np.float64(np.delete(array, 20, 0))
     np.testing.assert_allclose([found["mean"], found["deviation"]], [np.mean(finite), np.std(finite)])
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 4 * 2 * 5)
+    stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
+    save_params(tmp_path, toy_config(), {1: {"array": stored}})
+    [array] = checkpoint.open_arrays(*checkpoint.open_to_read(tmp_path)[:2], None).values()
+    assert array.shape == stored.shape
+    for bytes_at_once in (1, 4 * 40, 10**6):
+        blocks, again = array.blocks(bytes_at_once), np.zeros_like(stored)
+        for block in blocks:
+            again[block] += array[block]
+        np.testing.assert_array_equal(again, stored)
+        largest = max(stored[block].nbytes for block in blocks)
+        assert largest == stored.nbytes if bytes_at_once == 10**6 else largest <= max(bytes_at_once, 4 * 30)
 
 
 def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):

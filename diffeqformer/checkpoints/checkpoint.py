@@ -8,6 +8,7 @@ A checkpoint's folder gets its name, the step, only when it is complete (on gs:/
 on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -169,7 +170,7 @@ def open_arrays(
 ) -> dict[Path, stored_arrays.StoredArray]:
     """The parameters of a checkpoint on disk, by path. Needs neither a model nor the devices of training.
 
-    Each is compared with its checksum in `recorded`, the `About.checksums`, when it is read.
+    Those that are read as a whole are compared with `recorded`, the `About.checksums`.
     """
     reading = functools.partial(readable, folder, step, remedy)
     names = {path: "/".join(("params", *path)) for path in saved_arrays(folder, step, remedy)}
@@ -317,7 +318,7 @@ def damage_of(folder: epath.Path, step: int) -> Damaged | None:
             rest = {tuple(name.split("/")): name for name in checksums.named(saved_tree(folder, step, "optimizer"))}
             arrays |= stored_arrays.open_arrays(folder / str(step) / "optimizer", rest, reading, recorded)
             for array in arrays.values():
-                array.read()
+                collections.deque(array.checked_blocks(), maxlen=0)
     except Damaged as found:
         return found
 

@@ -82,13 +82,13 @@ def discretized_arrays(
     names, made = list(model.field.layers()), {}
     for path, leaf in traverse_util.flatten_dict(shapes).items():
         if path[0] != "depth":
-            made[path] = stored[path].read().astype(leaf.dtype)
+            made[path] = stored[path].whole().astype(leaf.dtype)
     for done, name in enumerate(names, 1):
         depth = nnx.merge(*nnx.split(model.depth))
         depth.layers = nnx.Dict(layer=depth.layers[name])  # equal layers have equal structures, which compile once
         graph, params = split_model(depth)
         read = {
-            path: stored["depth", *(name if key == "layer" else key for key in path)].read()
+            path: stored["depth", *(name if key == "layer" else key for key in path)].whole()
             for path in traverse_util.flatten_dict(params)
         }
         weights = jax.device_get(stored_layers(graph, traverse_util.unflatten_dict(read), **how)["layer"])

@@ -64,6 +64,15 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
     return ids
 
 
+def check_used(options: flags.FlagValues) -> None:
+    """Reject an option that was given, but that no part of the report reads."""
+    for name in sorted({"text", "text_file"}.union(*(each.options for each in ANALYSES.values()))):
+        of_text = name in ("text", "text_file")
+        parts = [part for part, each in ANALYSES.items() if name in each.options or (of_text and each.reads_text)]
+        if options[name].present and not {*parts} & {*options.parts}:
+            raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
+
+
 def check(options, opened: checkpoint.Checkpoint) -> None:
     """Raise a UserError for an option that doesn't fit the model, before anything is computed."""
     model = opened.model
@@ -119,4 +128,9 @@ if __name__ == "__main__":
     flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
     help_text = "Folder of the results; by default a new one in <workdir>/analysis, or within runs/ for one on gs://."
     flags.DEFINE_string("output", None, help_text)
-    command_line.run(lambda: analyze(flags.FLAGS))
+
+    def command() -> None:
+        check_used(flags.FLAGS)
+        analyze(flags.FLAGS)
+
+    command_line.run(command)

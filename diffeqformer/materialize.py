@@ -6,10 +6,12 @@ The hypernetwork and the optimizer's state are left out. The result is as small 
 command that takes a run also takes it.
 """
 
+import contextlib
 import dataclasses
 
 from absl import flags, logging
 from etils import epath
+from flax import traverse_util
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import check_parameters
@@ -62,9 +64,16 @@ def materialize(
     )
     with new_checkpoints(epath.Path(output), "--output"):
         params = discretized_arrays(config, stored, num_steps, dtype, show_progress("weights", "layers"))
-        check_parameters(params, f"{workdir}, checkpoint {step}")
+        for path, array in traverse_util.flatten_dict(params).items():  # a device need not hold all of them
+            check_parameters(traverse_util.unflatten_dict({path: array}), f"{workdir}, checkpoint {step}")
         with checkpoint.open_to_write(output, 1) as checkpoints:
             checkpoint.save(checkpoints, step, {"params": params}, about)
+            try:
+                checkpoint.check(checkpoints, wait=True)
+            except BaseException:  # an interrupt, too: nothing may go on writing when the folder is removed
+                with contextlib.suppress(Exception):
+                    checkpoints.wait()
+                raise
     return epath.Path(output)
 
 

@@ -175,26 +175,32 @@ class Unused(NamedTuple):
 
 
 def blocks_lack(config: ConfigDict, name: str) -> bool:
-    """Whether the block of a config, which is not a base's, has no field named like that one of the model."""
-    return not config.base and name not in {field.name for field in dataclasses.fields(FIELDS[config.model.field])}
+    """Whether the block of a config, which is not a base's, reads no field of the model that has this name."""
+    block = FIELDS[config.model.field]
+    return not config.base and name not in {*block.settings, *(field.name for field in dataclasses.fields(block))}
 
 
 UNUSED = [
+    Unused(("kernels",), lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
+        "layers and adapters generate no weights"),
     Unused(("kernels", "model.generator_start"), lambda c: not (c.base or weights_of_kind(c).generates_kernels),
         "model.kind {c.model.kind} generates no kernels"),
     Unused(("model.time_embed_dim",), lambda c: not (c.base or weights_of_kind(c).generated),
         "model.kind {c.model.kind} has no hypernetwork"),
     Unused(("model.sinusoidal_dim", "model.time_frequency"), lambda c: not (c.base or weights_of_kind(c).sinusoidal),
         "model.kind {c.model.kind} reads no sines of the time"),
+    Unused(("model.norm_of_norm",),
+        lambda c: blocks_lack(c, "norm_of_norm") or (not c.base and MODELS[c.model.kind].vanilla),
+        "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm"),
     *(
         Unused((f"model.{name}",), lambda c, name=name: blocks_lack(c, name),
             "the block of model.field {c.model.field} doesn't read it")
-        for name in (
-            "norm_of_norm", "key_value_heads", "biases", "tied_head", "rope_theta", "rope_scaling", "rotary_fraction",
-        )
+        for name in ("key_value_heads", "biases", "tied_head", "rope_theta", "rope_scaling", "rotary_fraction")
     ),
     Unused(("model.lora_alpha", "model.lora_layers", "model.lora_start"), lambda c: not c.model.lora_rank,
         "lora_rank is 0"),
+    Unused(("model.snapshots",), lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}"),
+    Unused(("optimizer.decay",), lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
     Unused(("optimizer.warmup_fraction",), lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps"),
     Unused(("optimizer.warmup_steps", "optimizer.decay_fraction"), lambda c: c.optimizer.schedule != "wsd",
         "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well"),

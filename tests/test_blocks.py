@@ -14,7 +14,7 @@ from diffeqformer.analysis.attention_maps import maps
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
-from diffeqformer.fields.rotary import Rotary
+from diffeqformer.fields.rotary import Rotary, table
 from diffeqformer.inference.reader import CHUNK, Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.transformer import split_model, vector_field, weights_at
 from helpers import ONE_DEVICE, forward, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
@@ -92,8 +92,8 @@ def test_a_cache_holds_the_keys_and_values_that_there_are(kind, changes):
 def test_rotations_slow_down_as_llama_3_has_it():
     """Of Llama 3.1's: the frequencies from the angles at position 1, and at position 10,000 the angle itself."""
     scaling, positions = (8.0, 1.0, 4.0, 8192.0), 10_001
-    cos, sin = Rotary(positions, 128, 500_000.0, "8,1,4,8192").table
-    plain = Rotary(positions, 128, 500_000.0).table
+    cos, sin = table(Rotary(positions, 128, 500_000.0, "8,1,4,8192"))
+    plain = table(Rotary(positions, 128, 500_000.0))
     expected = np.array([reference.frequency(k, 128, 500_000.0, scaling) for k in range(64)])
     np.testing.assert_allclose(np.arctan2(sin[1], cos[1]), expected, rtol=1e-6)
     np.testing.assert_allclose(sin[10_000], np.sin(10_000 * expected), atol=1e-7)

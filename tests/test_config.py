@@ -286,3 +286,12 @@ def test_training_knows_what_its_command_line_says(tmp_path):
     done = command("main", *options)
     assert "config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'" in done.stderr, done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_layers_and_adapters_of_a_base_have_no_hypernetwork_to_compute_with():
+    """What a base has may be said again."""
+    check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
+    check_used(["main.py", "--config.kernels=xla"], toy_config(base="b"))
+    for config in (toy_config("discretized", base="b"), toy_config(base="b", model__lora_rank=2)):
+        with pytest.raises(UserError, match="^config.kernels: must be left out, because layers and adapters"):
+            check_used(["main.py", "--config.kernels=xla"], config)

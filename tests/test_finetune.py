@@ -16,6 +16,7 @@ from diffeqformer import prepare
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.config import base_config, check_config, given_fields
 from diffeqformer.errors import Stopped, UserError
+from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, hooks, loop, run
@@ -296,3 +297,14 @@ def test_the_configs_are_the_published_recipe(name):
             assert not rank or (config.model.lora_start, config.model.lora_alpha) == ("published", 8.0)
     with pytest.raises(UserError, match="^--config: must end with :pretrain, :full or :lora, .* but it is :half"):
         load_config(name, "half")
+
+
+def test_a_base_too_large_is_said_before_anything_is_compiled(tmp_path, short_stores, one_device_loop, monkeypatch):
+    """And one that fits when it is divided is taken."""
+    base = save_base(tmp_path / "base", toy_config())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(split_model(base)[1]))
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: size // 4)
+    finetune.check_base_fits(new_config(tmp_path / "base"), 3, make_mesh())
+    monkeypatch.setattr(run, "check_memory", None)
+    with pytest.raises(UserError, match="^config.base: the parameters of .*base would take .*; materialize it"):
+        loop.train(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")

@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from diffeqformer import cross_entropy
 from diffeqformer.fields import attention, layers
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
-from diffeqformer.training.loss import ShardedLoss
+from diffeqformer.training.loss import ShardedLoss, split_batch
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model
 from helpers import first_state, lively_model, loss_and_gradient, normal, tokens_of, toy_config
@@ -310,3 +310,7 @@ def test_weights_are_made_in_the_compute_type(kind, kernels, shape, microbatches
     monkeypatch.setattr(ShardedLoss, "types_of_weights", lambda *_: (jnp.dtype("float32"), jnp.dtype("float32")))
     for mine, exact in zip(jax.tree.leaves(found), jax.tree.leaves(gradient()[1]), strict=True):
         np.testing.assert_array_equal(np.float32(mine), np.float32(exact))
+
+
+def test_every_device_has_its_share_of_every_microbatch():
+    np.testing.assert_array_equal(split_batch(jnp.arange(8), 4), [[0, 4], [1, 5], [2, 6], [3, 7]])

@@ -16,6 +16,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning.chips import GPUS
 from diffeqformer.planning.flash import attention_on, flash
 from diffeqformer.training import loop, room, validation
+from diffeqformer.training import run as training_run
 from diffeqformer.training.room import bytes_of_loops, train_step_by_shapes, with_microbatches
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import weights_at
@@ -238,3 +239,12 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["devices"], plan["kind"], plan["fits"]) == (2, "NVIDIA H100", True) and "training" not in plan
     assert plan["microbatches"] == 1 and "times aren't modelled" in done.stdout
+
+
+def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
+    asked = []
+    monkeypatch.setattr(training_run, "check_memory", lambda program, will_train: asked.append(will_train))
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    for _ in range(2):  # the second has finished
+        loop.train(toy_config("gpt", steps=2, data__dir=str(short_stores)), tmp_path / "run")
+    assert asked == [True, False]

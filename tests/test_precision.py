@@ -1,5 +1,6 @@
 """Products of fp32 matrices are traced at the precision that a config asks for, in every program of a model."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,13 +10,17 @@ import numpy as np
 import pytest
 
 from diffeqformer.fields import attention
+from diffeqformer.fields.attention import plain
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.sharding import on_each_device
+from diffeqformer.training.chunks import ChunkedLoss, Chunks
+from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, split_model, weights_of
-from helpers import ONE_DEVICE, toy_config
+from helpers import ONE_DEVICE, lively_model, toy_config
 
 E = 24  # no other axis is as long
 SHAPES = {
@@ -122,3 +127,18 @@ def test_surrounding_code_can_ask_for_more():
     with jax.default_matmul_precision("highest"):
         found = products(lambda params: weights_of(graph, params, None), params)
     assert len(found) > 4 and all(product.highest for product in found)
+
+
+def test_sums_are_in_float32():
+    """Of gradients over microbatches and chunks, in a model that computes in bfloat16."""
+    model = lively_model("diffeqformer", dtype="bfloat16")
+    graph, params = split_model(model)
+    loss = ShardedLoss(graph, params, ONE_DEVICE, kernels="xla")
+    tokens = jnp.zeros((16, 16), jnp.int32)
+    _, gradient = jax.eval_shape(lambda params: loss.value_and_grad(params, tokens, None, 2), params)
+    assert gradient["depth"]["layers"]["qkv"]["projection"].d_kernel.dtype == jnp.float32
+    loss = ChunkedLoss(graph, params, ONE_DEVICE, plain, 2)
+    layers = functools.partial(Chunks(loss, model, 2).layers, loss.chunked(model, model.grid()).features[0])
+    specs = (loss.param_specs["depth"],), loss.generator_specs
+    made = jax.eval_shape(on_each_device(ONE_DEVICE, layers, *specs), params["depth"])
+    assert made["qkv"]["kernel"].dtype == jnp.float32  # so is its cotangent

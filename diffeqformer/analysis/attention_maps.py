@@ -78,15 +78,25 @@ def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None =
     return share
 
 
-def input_gradients(
-    model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None = None
-) -> Float[np.ndarray, "S"]:
-    """The length of the gradient of log p(target | tokens) with respect to each token's x(0)."""
-    weights = weights_at(model, num_steps)
+@functools.partial(jax.jit, static_argnames="graph")
+def _input_gradients(graph, params, weights, tokens, target):
+    model = nnx.merge(graph, params)
 
     def log_probability(x):
         last = walk(model.solver, model.field, weights, x, Context())
         return jax.nn.log_softmax(model.head(last[:, -1:]))[0, 0, target]
 
     gradient = jax.grad(log_probability)(model.embed(tokens[None], Context()))
-    return np.asarray(jnp.linalg.norm(gradient[0], axis=-1))
+    return jnp.linalg.norm(gradient[0], axis=-1)
+
+
+def input_gradients(
+    model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None = None
+) -> Float[np.ndarray, "S"]:
+    """The length of the gradient of log p(target | tokens) with respect to each token's x(0).
+
+    Args:
+        target: the id that comes next.
+    """
+    graph, params = split_model(model)
+    return np.asarray(_input_gradients(graph, params, weights_at(model, num_steps), tokens, target))

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from scipy.sparse.linalg import LinearOperator, svds
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, svds
 
 from diffeqformer.analysis.report import Section, in_float32, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.console import figures
+from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
 from diffeqformer.transformer import Transformer, weights_at
@@ -39,6 +40,7 @@ def flow_exponents(
 
     Raises:
         NotFinite: if x(1) isn't finite.
+        UserError: if the iterations don't converge.
     """
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
 
@@ -51,7 +53,10 @@ def flow_exponents(
     forward, back = (functools.partial(product, derivative) for derivative in (push_forward, pull_back))
     jacobian = LinearOperator((x.size, x.size), forward, rmatvec=back, dtype=np.float32)
     start = np.random.RandomState(0).standard_normal(x.size).astype(np.float32)
-    found = svds(jacobian, min(count, x.size - 1), v0=start, return_singular_vectors=False)
+    try:
+        found = svds(jacobian, min(count, x.size - 1), v0=start, return_singular_vectors=False)
+    except ArpackNoConvergence:
+        raise UserError(f"--flow: the iterations for {count} exponents don't converge; take fewer") from None
     return np.log(np.sort(found.astype(np.float64))[::-1])
 
 

@@ -116,12 +116,17 @@ def _parse_or_exit(line: list[str], check, explain, positional: bool) -> list[st
     if given & {"help", "h"} or explain and "help_config" in given:
         say_and_end(explain() if explain and "help_config" in given else help_text())
     try:
+        for argument in line:
+            argument.encode()
         rest = parse_config(line, check) if check else parse_flags(line, positional)
         for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
             flags.FLAGS[name].value = value
         return [at_home(each) for each in rest]
+    except UnicodeEncodeError as error:
+        sys.exit(f"diffeqformer: {printable(error.object)}: this argument must be valid UTF-8")
     except (UserError, flags.Error) as error:
-        said = re.sub(r"^flag (--\w+)=None: .*", r"\1: must be given", str(error))
+        said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long
+        said = re.sub(r"^flag (--\w+)=None: .*", r"\1: must be given", said)
         sys.exit(f"diffeqformer: {printable(said)}")
 
 

@@ -87,6 +87,16 @@ def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, qu
     axis.yaxis.get_major_locator().set_params(integer=True)
 
 
+def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
+    """Draw values [T, H] as a heat map, or as a line between the same limits if there is a single head."""
+    if values.shape[1] > 1:
+        heat_map(figure, axis, values, times, title, quantity, **colours)
+    else:
+        axis.plot(times, values[:, 0], "o-", markersize=3)
+        axis.set(title=title, ylabel=quantity, ylim=(colours.get("vmin"), colours.get("vmax")))
+        axis.grid(alpha=0.3)
+
+
 def colours_of(values: np.ndarray) -> dict:
     """A logarithmic colour scale if values span more than a factor of ten."""
     from matplotlib import colors

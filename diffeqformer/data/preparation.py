@@ -24,7 +24,7 @@ from diffeqformer.data.files import NoFile, check_first, fingerprint, layout_of,
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed
-from diffeqformer.data.store import FORMAT, Split, number_of_cores, open_store, read_about, sha256, token_type, verify
+from diffeqformer.data.store import FORMAT, Split, number_of_cores, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, describe_lost, open_tokenizer, restore_tokenizer
 from diffeqformer.errors import UserError, counted, reachable
 
@@ -240,12 +240,11 @@ def _show_progress(told: list[dict], shards: int, left: int, seconds: float) -> 
 
 
 def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
-    """The totals over a split's shards, the list of shards, and the SHA-256 of all ids, whatever the shards are."""
+    """The totals over a split's shards, and the list of shards."""
     accounts = [finished(partial, split, index) for index in range(shards)]
     names = "tokens", "documents", "bytes", "unknown", "altered"
     sums = {name: sum(account[name] for account in accounts) for name in names}
-    whole = sha256(*(partial / account["file"] for account in accounts))
-    return {**sums, "shards": accounts, "sha256": whole}
+    return {**sums, "shards": accounts}
 
 
 def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:

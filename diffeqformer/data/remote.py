@@ -3,11 +3,15 @@
 Any URL that fsspec can open works; gs:// needs the package gcsfs.
 """
 
+import concurrent.futures
 import contextlib
+import functools
 import hashlib
+import os
 import pathlib
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import fsspec
 import numpy as np
@@ -19,6 +23,7 @@ from diffeqformer.data.store import SPLITS, Split, parse_about, read_about, sha2
 from diffeqformer.errors import UserError, reason_of
 
 AT_ONCE = 8  # files copied in parallel
+CHUNK = 1 << 24  # bytes
 
 
 @contextlib.contextmanager
@@ -49,15 +54,14 @@ def upload(folder: pathlib.Path, remote: str) -> None:
             print(f"{name}: this token store is there already", flush=True)
             return
         system.makedirs(there, exist_ok=True)
-        print(f"Copying {folder} to {remote}", flush=True)
-        for files in ([shard["file"] for shard in shards_of(about)], ["store.json"]):
-            system.put([str(folder / file) for file in files], [f"{there}/{file}" for file in files], **_several())
+        put = functools.partial(_put, system, there, folder)
+        each_shard(put, shards_of(about), f"Copying {folder} to {remote}")
+        put({"file": "store.json"})
 
 
-def _several() -> dict:
-    """The options with which fsspec copies several files in parallel and shows its progress."""
-    show = show_progress("copied", "files")
-    return {"batch_size": AT_ONCE, "callback": fsspec.Callback(hooks={"show": lambda total, done: show(done, total)})}
+def _put(system: fsspec.AbstractFileSystem, there: str, folder: pathlib.Path, shard: dict) -> None:
+    """Copy a file to a URL."""
+    system.put_file(str(folder / shard["file"]), f"{there}/{shard['file']}")
 
 
 def _ids(about: dict) -> list[str]:
@@ -92,18 +96,22 @@ def stage(remote: str, folder: pathlib.Path) -> None:
             )
         content = system.cat_file(f"{there}/store.json")
         about = parse_about(content, f"{name}/store.json")
-        print(f"Copying {name} to {folder}", flush=True)
-        missing = [shard for shard in shards_of(about) if not _is_whole(partial / shard["file"], shard)]
-        files = [shard["file"] for shard in missing]
-        system.get([f"{there}/{file}" for file in files], [str(partial / file) for file in files], **_several())
-        for shard in missing:
-            _check(sha256(partial / shard["file"]), shard, name)
+        get = functools.partial(_get, system, there, partial, name)
+        each_shard(get, shards_of(about), f"Copying {name} to {folder}")
         write_whole(partial / "store.json", content.decode("utf-8"))
+        read_about(partial)
         partial.rename(folder)
 
 
-def _is_whole(path: pathlib.Path, shard: dict) -> bool:
-    return path.exists() and sha256(path) == shard["sha256"]
+def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, name: str, shard: dict) -> None:
+    """Copy a shard from a URL, unless it is here."""
+    path = partial / shard["file"]
+    if not path.exists() or sha256(path) != shard["sha256"]:
+        with system.open(f"{there}/{shard['file']}", "rb") as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target, CHUNK)
+            target.flush()
+            os.fsync(target.fileno())
+        _check(sha256(path), shard, name)
 
 
 def _check(found: str, shard: dict, name: str) -> None:
@@ -124,3 +132,12 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
             _check(hashlib.sha256(content).hexdigest(), shard, f"{remote}/{name}")
             parts.append(np.frombuffer(content, np.dtype(about["dtype"])))
         return Split.of(parts, entry), about["splits"]["train"]["sha256"]
+
+
+def each_shard(copy: Callable[[dict], None], shards: list[dict], what: str) -> None:
+    """Copy every shard, several in parallel, with a progress line."""
+    print(what, flush=True)
+    show = show_progress("copied", "files")
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        for done, _ in enumerate(pool.map(copy, shards), 1):
+            show(done, len(shards))

@@ -199,30 +199,46 @@ def verify(
     vocab_size: int | None = None,
     splits: Iterable[str] = SPLITS,
 ) -> None:
-    """Read a store's shards again and compare the SHA-256 of each with `about`.
+    """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
+
+    The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.
+    Under a seal it isn't computed again, because shards as written are the split as written.
 
     Args:
         vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
     """
-    shards = [shard for name in splits for shard in about["splits"][name]["shards"]]
-    check = functools.partial(_check_shard, folder, about["dtype"], vocab_size)
+    chosen = [about["splits"][name] for name in splits]
+    checks = [
+        functools.partial(_check_shard, folder / shard["file"], shard["sha256"], about["dtype"], vocab_size)
+        for split in chosen
+        for shard in split["shards"]
+    ]
+    if "sha256" not in about:
+        checks += [functools.partial(_check_split, folder, split) for split in chosen]
     try:
         with ThreadPool(max(1, min(MOST_THREADS, number_of_cores() // 2))) as pool:
-            for _ in pool.imap(check, shards):
+            for _ in pool.imap(lambda check: check(), checks):
                 pass
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{reason}; the token store can't be verified until its disk can be read") from None
 
 
-def _check_shard(folder: pathlib.Path, dtype: str, vocab_size: int | None, shard: dict) -> None:
-    digest, largest, path = hashlib.sha256(), -1, folder / shard["file"]
+def _check_split(folder: pathlib.Path, split: dict) -> None:
+    shards = split["shards"]  # of one alone, its own check has the hash
+    whole = shards[0]["sha256"] if len(shards) == 1 else sha256(*(folder / shard["file"] for shard in shards))
+    if whole != split.setdefault("sha256", whole):
+        raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")
+
+
+def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int | None) -> None:
+    digest, largest = hashlib.sha256(), -1
     with open(path, "rb") as file:
         while block := file.read(1 << 24):  # which holds whole ids
             digest.update(block)
             if vocab_size is not None:
                 largest = max(largest, int(np.frombuffer(block, dtype).max()))
-    if digest.hexdigest() != shard["sha256"]:
+    if digest.hexdigest() != recorded:
         raise UserError(f"{path}: its content isn't what was written, by its SHA-256; {REMEDY}")
     if vocab_size is not None and largest >= vocab_size:
         said = f"it holds the id {largest:,}, but the tokenizer's ids are below {vocab_size:,}"

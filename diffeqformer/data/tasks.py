@@ -16,6 +16,7 @@ alone are left out, as in training. An evaluator measures `Perplexity`.
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -149,8 +150,9 @@ class SourceTexts:
         try:
             for example in examples.as_numpy_iterator():
                 yield example["targets"].decode("utf-8")
-        except tf.errors.OpError as error:
-            raise UserError(reason_of(error)) from None
+        except tf.errors.OpError as error:  # which wraps a UserError of ours
+            wrapped = re.search(r"UserError: (.*)", str(error))
+            raise UserError(wrapped.group(1).strip() if wrapped else reason_of(error)) from None
 
 
 class TokenizerVocabulary(seqio.Vocabulary):

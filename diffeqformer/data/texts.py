@@ -64,7 +64,12 @@ class FileTexts:
 
     def texts(self, path: str) -> Iterable[str]:
         """The documents of a file."""
-        return self.cut(read_lines(path)) if self.cut and kind(path) == PLAIN else read_texts(path, self.layout)
+        if not (self.cut and kind(path) == PLAIN):
+            return read_texts(path, self.layout)
+        if not self.layout.separator:
+            return self.cut(read_lines(path))
+        parts = read_texts(path, self.layout)
+        return itertools.chain.from_iterable(self.cut(io.StringIO(part, newline="\n")) for part in parts)
 
 
 def prose(lines: Iterable[str]) -> Iterator[str]:
@@ -241,7 +246,9 @@ class OpenWebText(HubTexts):
 
     def belongs(self, path: pathlib.Path, split: str) -> bool:
         """All .parquet and .jsonl files are of the split that the hub has."""
-        return kind(path) != PLAIN
+        if kind(path) == PLAIN:
+            raise UserError(f"{path}: OpenWebText is read from .parquet and .jsonl files; move this one away")
+        return True
 
     def groups(self, split: str) -> list[Sequence[str]]:
         return super().groups(split) if split == "train" else [self.found["files"]["train"]]

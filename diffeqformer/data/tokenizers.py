@@ -18,7 +18,7 @@ class NoTokenizer(UserError):
 
 
 class Tokenizer:
-    """What all tokenizers are. `open` reads their file, and `restore` what `data` gave, by default the constructor.
+    """What all tokenizers are. `open` reads their file, and `restore` what `data` gave.
 
     `encode` never gives `end_of_text`: the spelling of a special token in a text is ordinary text.
 
@@ -37,10 +37,6 @@ class Tokenizer:
     def data(self) -> bytes:
         """All that it consists of, besides its kind."""
         return b""
-
-    @classmethod
-    def restore(cls, data: bytes) -> "Tokenizer":
-        return cls(data)
 
     def save(self) -> str:
         """The same as text for a checkpoint, which can then be opened without the tokenizer's file."""
@@ -114,15 +110,19 @@ class GPT2Tokenizer(Tokenizer):
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
         source = str(pathlib.Path(folder)) if folder else GPT2_URL
-        paths = [f"{source}/{name}" for name in GPT2_FILES]
+        remedy = "name a folder that holds GPT-2's vocab.bpe and encoder.json in config.data.tokenizer_file"
+        if folder:  # tiktoken would download a damaged file again
+            for name, sha256 in GPT2_FILES.items():
+                if hashlib.sha256(_content(f"{source}/{name}", remedy)).hexdigest() != sha256:
+                    raise UserError(f"{source}/{name}: isn't GPT-2's by its SHA-256; {remedy}")
         try:
+            paths = [f"{source}/{name}" for name in GPT2_FILES]
             return cls(data_gym_to_mergeable_bpe_ranks(*paths, *GPT2_FILES.values()))
+        except requests.RequestException as error:
+            reason = type(error).__name__
+            raise NoTokenizer(f"{source}: GPT-2's vocabulary can't be downloaded ({reason}); {remedy}") from None
         except (OSError, ValueError) as error:
-            absent = isinstance(error, FileNotFoundError | requests.RequestException)
-            raise (NoTokenizer if absent else UserError)(
-                f"{source}: GPT-2's vocabulary can't be read or downloaded ({error}); name a folder that holds "
-                "GPT-2's vocab.bpe and encoder.json in config.data.tokenizer_file"
-            ) from None
+            raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -181,6 +181,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def data(self) -> bytes:
         return self.model
+
+    @classmethod
+    def restore(cls, data: bytes) -> "SentencePieceTokenizer":
+        return cls(data)
 
 
 class HuggingFaceTokenizer(Tokenizer):

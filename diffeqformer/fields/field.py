@@ -41,10 +41,12 @@ class Block(VectorField):
     tied_head: logits come from the transposed token embedding.
     embedding_stddev: standard deviation of the token embedding at initialisation.
     generator_decays: if a hypernetwork generates the weights, weight decay acts on all parameters (the authors' runs).
+    settings: the fields of a config's `model` part that it reads, beside those of the same name.
     """
 
     learned_positions: ClassVar[bool]
     generator_decays: ClassVar[bool]
+    settings: ClassVar[tuple[str, ...]] = ()
 
     width: int
     heads: int

@@ -64,6 +64,7 @@ class Llama(Block):
 
     learned_positions: ClassVar[bool] = False
     generator_decays: ClassVar[bool] = True
+    settings: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling")
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "Llama":

@@ -31,6 +31,7 @@ class NeoX(GPT):
 
     learned_positions: ClassVar[bool] = False
     tanh_gelu: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rotary_fraction")
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "NeoX":

@@ -68,24 +68,25 @@ class Rotary:
         """Those of the `model` part of a config."""
         return cls(config.max_length, rotated, config.rope_theta, config.rope_scaling)
 
-    @functools.cached_property
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Cosine and sine of position x theta^(-2 k / R), each [positions, R / 2] fp32, from float64 on the host."""
-        frequencies = self.theta ** (-2 * np.arange(self.rotated // 2) / self.rotated)
-        if scale := read_scaling(self.scaling):
-            turns = scale.original * frequencies / (2 * np.pi)
-            kept = np.clip((turns - scale.slow) / (scale.fast - scale.slow), 0, 1)
-            frequencies = frequencies * (kept + (1 - kept) / scale.factor)
-        angles = np.outer(np.arange(self.positions), frequencies)
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
     def rotate(self, x: Float[Array, "B S any K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S any K"]:
         """Rotate each pair (k, k + R / 2) of the first R entries of every head by the angle of its position, in fp32.
 
         `position` is that of the first token (`Context`).
         """
-        cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in self.table)
+        cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in table(self))
         half = self.rotated // 2
         first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
         turned = first * cos - second * sin, second * cos + first * sin
         return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+
+
+@functools.cache
+def table(rotary: Rotary) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of position x theta^(-2 k / R), each [positions, R / 2] fp32, from float64 on the host."""
+    frequencies = rotary.theta ** (-2 * np.arange(rotary.rotated // 2) / rotary.rotated)
+    if scale := read_scaling(rotary.scaling):
+        turns = scale.original * frequencies / (2 * np.pi)
+        kept = np.clip((turns - scale.slow) / (scale.fast - scale.slow), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scale.factor)
+    angles = np.outer(np.arange(rotary.positions), frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

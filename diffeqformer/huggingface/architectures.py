@@ -285,7 +285,10 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
         table = ARCHITECTURES[name].fields
         fields = _with_defaults(_with_rotations(given), table)
         model = {field.ours: fields[field.theirs] for field in table if field.ours}
-        return name, model | ARCHITECTURES[name].to_ours(fields)
+        model |= ARCHITECTURES[name].to_ours(fields)
+        if not model["norm_epsilon"] > 0:  # our 0 stands for a default
+            raise UserError(f"the epsilon of norms: must be above 0 to be imported, but it is {model['norm_epsilon']}")
+        return name, model
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -308,7 +311,11 @@ def _with_defaults(given: dict, table: list[Field]) -> dict:
 
 def _with_rotations(given: dict) -> dict:
     """The same fields, with the rotary ones, which versions write in several ways, under one name each."""
-    nested = (given.get("rope_scaling") or {}) | (given.get("rope_parameters") or {})
+    nested = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given.get(name) or {}, dict):
+            raise UserError(f"{name}: must hold fields, but it is {given[name]!r}")
+        nested |= given.get(name) or {}
     fields, names = {}, ("rope_theta", "partial_rotary_factor", *OTHER_NAMES)
     for name, value in ((name, where.get(name)) for where in (given, nested) for name in names):
         name = OTHER_NAMES.get(name, name)

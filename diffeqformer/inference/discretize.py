@@ -15,6 +15,7 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import in_type
 from diffeqformer.fields.layers import multiplying
+from diffeqformer.parallel.memory import bytes_of, check_enough, free_on_host
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, Path, Transformer, abstract_model, split_model
 
@@ -78,6 +79,8 @@ def discretized_arrays(
     """The parameters of `discretize`, from arrays on disk. Beside them, memory holds what one layer is made from."""
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
+    remedy = "take fewer with --num_steps, or a machine with more memory"
+    check_enough(f"--num_steps: the weights of {num_steps} steps", bytes_of(shapes), free_on_host(), remedy)
     how = {"ends": tuple(model.grid(num_steps).ends), "solver": solver, "dtype": jnp.dtype(dtype)}
     names, made = list(model.field.layers()), {}
     for path, leaf in traverse_util.flatten_dict(shapes).items():

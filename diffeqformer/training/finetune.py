@@ -20,8 +20,9 @@ from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.depth.depths import left_out_layers, trained_depths
 from diffeqformer.errors import UserError, counted, reachable
 from diffeqformer.inference.discretize import discretize, discretized_config
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
-from diffeqformer.transformer import MODELS, split_model
+from diffeqformer.transformer import MODELS, abstract_model, split_model
 
 
 def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
@@ -194,6 +195,13 @@ def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") ->
                 f"{about.tokenizer}, gives other ids"
             )
         return {"workdir": place(folder), "step": step, "data_sha256": theirs.data_sha256}
+
+
+def check_base_fits(config: ConfigDict, step: int, mesh: Mesh, field: str = "base") -> None:
+    """Check that the parameters of a base's, or teacher's, checkpoint fit into a mesh's memory, before compiling."""
+    remedy = "materialize it on a machine with more memory, and take the folder of that"
+    params = split_model(abstract_model(config_of_base(config, field, step)))[1]
+    check_free(f"config.{field}: the parameters of {config[field]}", params, 1 / mesh.size, remedy)
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:

@@ -5,7 +5,8 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Any
 
 import jax
 from clu import parameter_overview
@@ -20,9 +21,10 @@ from diffeqformer.console.results import title
 from diffeqformer.data.preparation import tokenizer_of
 from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.errors import Stopped, UserError, counted, out_of_memory, printable, reason_of
+from diffeqformer.errors import Stopped, counted, out_of_memory, printable, reason_of
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.training import goodput
 from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.run import (
@@ -115,17 +117,31 @@ def print_sample(program: Program, params: dict, tokenizer: Tokenizer) -> Transf
 
     Returns the model, with a generator that isn't divided among devices if there is room for that.
     """
-    model = nnx.merge(program.graph, params)
-    try:
-        with hosts.all_succeed("the sample"):  # which all processes write together
-            model = nnx.merge(program.graph, jax.block_until_ready(program.undivided(params)))
-            check_weights(model)
-        text = sample(program.config, model, tokenizer)
+    model, why = with_room(lambda: undivided(program, params))
+    model, text = model or nnx.merge(program.graph, params), None
+    if not hosts.any_process(why is not None):  # all processes write it together
+        text, why = with_room(lambda: sample(program.config, model, tokenizer))
+    if text is not None:
         print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
+    else:
+        print(f"There is no sample: {reason_of(why) if why else 'another process has no room for it'}", flush=True)
+    return model
+
+
+def with_room(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a function makes, or the error if memory doesn't suffice."""
+    try:
+        return make(), None
     except Exception as error:
-        if not (isinstance(error, UserError) or out_of_memory(error)):
+        if not (isinstance(error, NoRoom) or out_of_memory(error)):
             raise
-        print(f"There is no sample: {reason_of(error)}", flush=True)
+        return None, error
+
+
+def undivided(program: Program, params: dict) -> Transformer:
+    """The model with a whole generator on every copy, and room for the weights of all steps."""
+    model = nnx.merge(program.graph, jax.block_until_ready(program.undivided(params)))
+    check_weights(model)
     return model
 
 
@@ -173,10 +189,11 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     run.clock.lap("start-up")
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         hooks.show_validation(first, state["params"])
-    for number in range(first + 1, run.config.steps + 1):
-        state = hooks.train_step(number, state)
-        if hooks.after_step(number, state):
-            break
+    with hooks.tracer:
+        for number in range(first + 1, run.config.steps + 1):
+            state = hooks.train_step(number, state)
+            if hooks.after_step(number, state):
+                break
     checkpoint.check(run.checkpoints, wait=True)
     run.clock.lap("saves")
     hooks.progress.close()

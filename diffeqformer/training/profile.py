@@ -1,5 +1,6 @@
 """Traces of train steps, for TensorBoard's profiler."""
 
+import contextlib
 import tempfile
 
 import jax
@@ -9,7 +10,7 @@ from diffeqformer.errors import reason_of
 from diffeqformer.training.goodput import Stopwatch
 
 
-class Trace:
+class Trace(contextlib.AbstractContextManager):
     """Writes a trace of some train steps to `<workdir>/tensorboard/plugins/profile/steps-<first>-<last>`.
 
     Devices are waited for before the first of these steps and after the last one, and at no other time. So the trace
@@ -49,14 +50,24 @@ class Trace:
         jax.block_until_ready(state)
         self.clock.lap("steps")
         folder = self.folder / f"steps-{self.first}-{step}"
-        self.first, self.steps = None, range(0)
         try:
-            with self.local as local:
-                jax.profiler.stop_trace()
-                folder.rmtree(missing_ok=True)  # of an earlier trace
-                folder.mkdir(parents=True)
-                for file in epath.Path(local).glob("plugins/profile/*/*"):
-                    (folder / file.name).write_bytes(file.read_bytes())
+            self._end(folder)
         except Exception as error:  # from the profiler, the file system or a cloud client
             print(f"{folder}: the trace can't be written: {reason_of(error)}; the run continues", flush=True)
         return self.clock.lap("profiling")
+
+    def _end(self, folder: epath.Path | None) -> None:
+        """End the trace, and write it to a folder, if there is one, in place of an earlier trace."""
+        self.first, self.steps = None, range(0)
+        with self.local as local:
+            jax.profiler.stop_trace()
+            if folder:
+                folder.rmtree(missing_ok=True)
+                folder.mkdir(parents=True)
+                for file in epath.Path(local).glob("plugins/profile/*/*"):
+                    (folder / file.name).write_bytes(file.read_bytes())
+
+    def __exit__(self, *_) -> None:
+        if self.first is not None:  # the run has failed, with an error that matters more
+            with contextlib.suppress(Exception):
+                self._end(None)

@@ -263,6 +263,9 @@ def check_room(run: Run, step: int | None) -> None:
     """Check that there is enough memory to go on from a checkpoint's step, or (None) to begin; this compiles."""
     run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
+        for field in ("base", "teacher") if step is None else ():
+            if run.config[field]:
+                finetune.check_base_fits(run.config, getattr(run.about, field)["step"], run.program.mesh, field)
         check_memory(run.program, (step or 0) < run.config.steps)
     run.clock.lap("compilation")
 

@@ -125,11 +125,6 @@ def fields_of(config: ConfigDict) -> dict[str, Any]:
     return dict(sorted(traverse_util.flatten_dict(config.to_dict(), sep=".").items()))
 
 
-def field_names(config: ConfigDict) -> list[str]:
-    """The dotted names of all fields."""
-    return list(fields_of(config))
-
-
 def get_field(config: ConfigDict, name: str) -> Any:
     """The value of the field with a dotted name."""
     for part in name.split("."):

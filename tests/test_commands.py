@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 from diffeqformer.__main__ import COMMANDS, module_of, summary
-from diffeqformer.config import base_config, field_names
+from diffeqformer.config import base_config, fields_of
 from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.console import command_line
 from diffeqformer.console.command_line import config_file, configs
@@ -52,7 +52,7 @@ def test_help_shows_the_options_of_the_command_and_no_others(name):
 def test_every_field_of_a_config_is_explained():
     done = command("main", "--help_config")
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(field.name for field in CONFIG_FIELDS) == sorted(field_names(base_config("", "diffeqformer")))
+    assert sorted(field.name for field in CONFIG_FIELDS) == sorted(fields_of(base_config("", "diffeqformer")))
     assert all(field.help for field in CONFIG_FIELDS)
     assert "\n--config.optimizer.learning_rate=0.0006\n    peak rate, after the warm-up\n" in done.stdout
     assert "\n--config.data.train_files=''\n    Local files to use instead of a corpus: comma-" in done.stdout

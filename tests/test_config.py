@@ -15,7 +15,7 @@ from diffeqformer.config import (
     check_overrides,
     check_tokenizer,
     check_used,
-    field_names,
+    fields_of,
     get_field,
     saved_config,
 )
@@ -182,7 +182,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 def test_what_may_change_between_runs():
     saved = toy_config()
-    for name in field_names(saved):
+    for name in fields_of(saved):
         value = get_field(saved, name)
         other = not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else value + "x"
         config = toy_config(**{name.replace(".", "__"): other})
@@ -226,8 +226,9 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
         ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
-        ("diffeqformer", "--noconfig.model.norm_of_norm", "the block of model.field gpt doesn't read it"),
+        ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
         ("neox", "--config.model.biases=qkv", "the block of model.field neox doesn't read it"),
+        ("gpt", "--config.model.rope_theta=5e5", "the block of model.field gpt doesn't read it"),
     ],
 )
 def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
@@ -239,7 +240,8 @@ def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
 
 def test_a_wrong_value_is_left_to_the_check_of_all_fields():
     check_used(["main.py", "--config.model.generator_start=constant"], toy_config("gpt", model__kind="bert"))
-    for wrong in ({"model__heads": 0}, {"model__biases": "some"}):
+    check_used(["main.py", "--config.model.rotary_fraction=0.5"], toy_config("neox"))
+    for wrong in ({"model__heads": 0}, {"model__biases": "some"}, {"model__field": "mamba"}):
         check_used(["main.py", "--noconfig.model.norm_of_norm"], toy_config("diffeqformer", "llama", **wrong))
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer import inspect
 from diffeqformer.checkpoints import checkpoint, stored_arrays
-from diffeqformer.config import field_names
+from diffeqformer.config import fields_of
 from diffeqformer.console.progress import Progress, TensorBoard, read_curves
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import abstract_model, select
@@ -111,7 +111,9 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
     ]  # fmt: skip
     assert "gpt2, 1,234 characters of data inside" in inspect.text(found)
     assert "seed" in found["changed"] and not {"name", "model.kind", "model.solver", "base"} & {*found["changed"]}
-    assert "\n  base = ''\n" in inspect.text(found, all_fields=True) and list(found["config"]) == field_names(config)
+    assert "\n  base = ''\n" in inspect.text(found, all_fields=True) and list(found["config"]) == list(
+        fields_of(config)
+    )
     assert "mean" not in inspect.inspect_run(tmp_path, with_statistics=False)["parameters"][0]
 
     shutil.rmtree(tmp_path / "checkpoints" / "5" / "params")

@@ -62,7 +62,7 @@ def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path)
         "    config = base_config('mine', model)\n    config.data.tokenizer_file = '~/absent'\n    return config"
     )
     done = command("prepare", "--config=~/mine.py", environment=home, folder=tmp_path)
-    assert done.stderr.startswith(f"diffeqformer: {tmp_path}/absent: GPT-2's vocabulary can't be read")
+    assert done.stderr.startswith(f"diffeqformer: config.data.tokenizer_file: {tmp_path}/absent")
     assert not list(tmp_path.glob("~*"))
 
 

@@ -185,11 +185,15 @@ def plot_by_depth(rows: list[dict], name: Callable[[dict], str], metric: str, ti
 def plot(results: dict, path: pathlib.Path) -> None:
     """Plot perplexity against the number of steps, and against the time per window."""
     rows = results["rows"]
-    metric = "perplexity" if "perplexity" in rows[0] else "paper_perplexity"
-    figure, axes = plot_by_depth(rows, lambda row: row["solver"], metric, "milliseconds_per_window")
+    metrics = [name for name in ("perplexity", "paper_perplexity") if name in rows[0]]
+    if {row["solver"] for row in rows} == {rows[0]["solver"]}:
+        curves = [{**row, "curve": COLUMNS[name], "perplexity": row[name]} for name in metrics for row in rows]
+    else:
+        curves = [{**row, "curve": row["solver"], "perplexity": row[metrics[0]]} for row in rows]
+    figure, axes = plot_by_depth(curves, lambda row: row["curve"], "perplexity", "milliseconds_per_window")
     for number, trained in enumerate(sorted({row["num_steps"] for row in rows} & {*depths_of(results)})):
         axes[0].axvline(trained, color="grey", linestyle=":", label=None if number else "as trained")
-    axes[0].set_ylabel(COLUMNS[metric])
+    axes[0].set_ylabel(COLUMNS[metrics[0]])
     axes[1].set_xlabel(f"ms for a window of {results['window']} tokens (numbers: steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle(f"{results['title']} at step {results['checkpoint_step']:,} on {text_name(results)}")

@@ -164,7 +164,7 @@ def table(results: dict) -> str:
 def plot_by_depth(rows: list[dict], name: Callable[[dict], str], metric: str, time: str):
     """A figure of a metric against the steps of depth, and against a time; rows of one name are a line."""
     figure, [axes] = new_figure(1, 2, (11, 4), sharey=True)
-    curves = {}
+    curves, numbered = {}, set()
     for row in sorted(rows, key=lambda row: row["num_steps"]):
         curves.setdefault(name(row), []).append(row)
     for colour, (label, curve) in zip(itertools.cycle(COLOURS), curves.items()):
@@ -173,7 +173,11 @@ def plot_by_depth(rows: list[dict], name: Callable[[dict], str], metric: str, ti
             axis.plot(*values, "o-" if len(curve) > 1 else "D", color=colour, label=label, markersize=5)
         for row in curve:
             place, offset = (row[time], row[metric]), {"xytext": (0, 6), "ha": "center"}
-            axes[1].annotate(row["num_steps"], place, textcoords="offset points", color=colour, fontsize=8, **offset)
+            if (row["num_steps"], row[time]) not in numbered:  # curves of one time have one number
+                axes[1].annotate(
+                    row["num_steps"], place, textcoords="offset points", color=colour, fontsize=8, **offset
+                )
+            numbered.add((row["num_steps"], row[time]))
     axes[0].set(xlabel="steps of depth", xticks=sorted({row["num_steps"] for row in rows}))
     log_if_wide(axes[0])
     for axis in axes:

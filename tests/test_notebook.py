@@ -82,7 +82,7 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     said = printed(**{"--config.steps=1000": f"--config.steps=2 {files}"})  # as the hub has no model yet
     assert "Upload a wheel" in said and not list(computer.iterdir())
     assert "tiny: interpolated" in said and "step 2 of 2" in said and "Lyapunov sensitivity" in said
-    assert said.count("data:image/png;base64,") == 1 + 4 + 1 + 1  # history, spectra, sensitivity, perplexity
+    assert said.count("data:image/png;base64,") == 1 + 4 + 1  # history, spectra, perplexity
     find = "import importlib.util; print(importlib.util.find_spec('tensorflow'))"
     assert subprocess.run([python, "-c", find], capture_output=True, text=True).stdout == "None\n"
 

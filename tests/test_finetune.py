@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict
 from diffeqformer import prepare
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.config import base_config, check_config, given_fields
+from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
@@ -308,3 +309,22 @@ def test_a_base_too_large_is_said_before_anything_is_compiled(tmp_path, short_st
     monkeypatch.setattr(run, "check_memory", None)
     with pytest.raises(UserError, match="^config.base: the parameters of .*base would take .*; materialize it"):
         loop.train(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")
+
+
+@pytest.mark.long
+def test_the_newest_checkpoint_of_the_base_when_the_text_is_ready_is_taken(tmp_path, short_stores, monkeypatch):
+    """From then on it must stay."""
+    save_base(tmp_path / "base", toy_config(), step=5)
+    opened = run.open_prepared
+
+    def prepare_long(*arguments):
+        shutil.rmtree(tmp_path / "base")
+        save_base(tmp_path / "base", toy_config(), step=8)
+        return opened(*arguments)
+
+    monkeypatch.setattr(run, "open_prepared", prepare_long)
+    config = finetune.inherit(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")
+    _, about = run.agree(config, epath.Path(tmp_path / "new"), ByteTokenizer())
+    assert about.base["step"] == 8
+    with pytest.raises(UserError, match="^config.base: .*base is still being trained, and .* at step 5 has been repl"):
+        finetune.initial_params(config, 5, ONE_DEVICE)

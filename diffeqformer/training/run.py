@@ -124,13 +124,8 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         make_folder(folder)
         hosts.check_shared(folder)
     with hosts.all_succeed("the newest checkpoint"):  # fail before a corpus is prepared for hours
-        if saved := read_saved(config, folder, about):
-            base, teacher = saved.base, saved.teacher
-        else:
-            base = finetune.base_of(config, about) if config.base else None
-            teacher = record_of_teacher(config, about) if config.teacher_weight else None
-    origins = {"config.base": base, "config.teacher": teacher}
-    hosts.check_same(origins, "give all hosts the same run, which has ended")
+        saved = read_saved(config, folder, about)
+        origins_of(config, about, saved)
     with hosts.all_succeed("the token store"):
         data = config.data.copy_and_resolve_references()
         store, before = store_folder(data, tokenizer), pathlib.Path(saved and saved.store or "")
@@ -138,10 +133,22 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
             data.dir = str(before.parent)  # where the run had it
         splits = open_prepared(data, tokenizer, config.sequence_length, saved is not None)
         store = os.path.abspath(store_folder(data, tokenizer))
+    with hosts.all_succeed("the base"):  # its checkpoint now, as one of before the preparation may be gone
+        origins = origins_of(config, about, saved)
+    remedy = "give all hosts the same run, which has ended"
+    hosts.check_same({f"config.{name}": origin for name, origin in origins.items()}, remedy)
     make_folder(folder)
     hashes = {"data_sha256": splits["train"].sha256, "validation_sha256": splits["validation"].sha256}
     hosts.check_same({"config.data.dir: the token store": hashes}, "give all hosts the same one")
-    return splits, dataclasses.replace(about, base=base, teacher=teacher, store=store, **hashes)
+    return splits, dataclasses.replace(about, store=store, **origins, **hashes)
+
+
+def origins_of(config: ConfigDict, about: About, saved: About | None) -> dict[str, dict | None]:
+    """What a run records of its base and its teacher: what its newest checkpoint has, or what is there now."""
+    if saved:
+        return {"base": saved.base, "teacher": saved.teacher}
+    base = finetune.base_of(config, about) if config.base else None
+    return {"base": base, "teacher": record_of_teacher(config, about) if config.teacher_weight else None}
 
 
 def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:

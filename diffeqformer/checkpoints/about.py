@@ -36,7 +36,7 @@ class About:
         fields = {name: saved[name] for name in types if name in saved}
         for name in ("config", "tokenizer", *fields):
             if not isinstance(fields.get(name), types[name]):
-                raise ValueError(f"'{name}' in its 'about' can't be {fields.get(name)!r}")
+                raise ValueError(f"'{name}' in its 'about' can't be of type {type(fields.get(name)).__name__}")
         for name in ("base", "teacher", "materialized_from"):
             origin = fields.get(name, {"workdir": "", "step": 0})
             if not (isinstance(origin.get("workdir"), str) and isinstance(origin.get("step"), int)):

@@ -1,6 +1,7 @@
 """One run on many hosts: connecting them, work that only one of them does, and stopping together."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -192,7 +193,8 @@ def any_process(flag: bool) -> bool:
 
 def check_same(values: dict[str, object], remedy: str) -> None:
     """Check that values are the same on every process. If not, all raise a UserErrorEverywhere that names these."""
-    first, *others = of_all([repr(value) for value in values.values()])  # names can have a host's own paths
+    hashes = [hashlib.sha256(repr(value).encode()).hexdigest() for value in values.values()]
+    first, *others = of_all(hashes)  # without the names, which can have a host's own paths
     if apart := [str(number) for number, other in enumerate(others, 1) if other != first]:
         names = [name for name, *found in zip(values, first, *others) if len(set(found)) > 1]
         raise UserErrorEverywhere(

@@ -261,7 +261,7 @@ UP = ["--config=tiny", "--config.data.task=../up", "--config.data.module=mine"]
         (["--config=large:recipee"], "or recipe after a config's name, but it is 'recipee'; did you mean recipe?\n"),
         (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
         (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
-        (["--config=tiny", "--config.steps=many"], "flag --config.steps=many: invalid literal for int() "),
+        (["--config=tiny", "--config.steps=many"], "--config.steps: must be a whole number, but it is 'many'"),
         (["--config=tiny", "--verbos"], "verbos"),
         (UP, "config.data.task: must be a name of letters, digits, dots"),
         (["--config=configs/tiny.py", *PATTERN], "config.data.train_files: no file matches 'absent*'"),

@@ -127,6 +127,10 @@ def _parse_or_exit(line: list[str], check, explain, positional: bool) -> list[st
     except (UserError, flags.Error) as error:
         said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long
         said = re.sub(r"^flag (--\w+)=None: .*", r"\1: must be given", said)
+        said = re.sub(r"Exceeds the limit \(.*", "must be a number of fewer digits", said)
+        kinds = {"invalid literal": "a whole number", "could not convert": "a number", "..Non-bool": "true or false"}
+        for pythons, kind in kinds.items():
+            said = re.sub(rf"^flag (--[\w.]+)=(.*): {pythons}.*", rf"\1: must be {kind}, but it is '\2'", said)
         sys.exit(f"diffeqformer: {printable(said)}")
 
 

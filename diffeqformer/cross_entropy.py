@@ -82,26 +82,38 @@ def of_vocabulary(logits: Float[Array, "N V"], vocab_size: int | None, unknown: 
 
 
 def _losses(x, matrix, targets, vocab_size):
-    """-log p of each target, the logits, their maximum, and the logarithm of the sum of exponentials less that."""
-    logits, largest, log_total = _logits(x, matrix, vocab_size)
-    losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - largest)
-    return losses[:, 0], logits, largest, log_total
+    """-log p of each target, the logits, their shift, and the logarithm of the sum of the shifted ones' exponentials.
+
+    Logits are shifted by their target's, which is known before them. So the sum is a part of the product that makes
+    them, and takes no pass over all. Where the sum overflows, as some logit is too far above, the largest replaces it.
+    """
+    logits = _logits(x, matrix, vocab_size)
+    shift = jnp.einsum("nd,nd->n", x, matrix[targets], preferred_element_type=jnp.float32)[:, None]
+    total = jnp.exp(logits - shift).sum(axis=1, keepdims=True)
+    shift, log_total = jax.lax.cond(
+        jnp.isfinite(total).all(), lambda: (shift, jnp.log(total)), lambda: _largest_and_log_total(logits)
+    )
+    losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - shift)
+    return losses[:, 0], logits, shift, log_total
 
 
 def _logits(x, matrix, vocab_size):
-    """The logits, their maximum, and the logarithm of the sum of exponentials less that."""
     logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)
-    if len(matrix) != vocab_size:
-        logits = jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
+    return logits if len(matrix) == vocab_size else jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
+
+
+def _largest_and_log_total(logits):
+    """The largest logit, and the logarithm of the sum of exponentials less that."""
     largest = logits.max(axis=1, keepdims=True)
-    return logits, largest, jnp.log(jnp.exp(logits - largest).sum(axis=1, keepdims=True))
+    return largest, jnp.log(jnp.exp(logits - largest).sum(axis=1, keepdims=True))
 
 
-def _divergence(logits, largest, log_total, states, matrix, vocab_size):
+def _divergence(logits, shift, log_total, states, matrix, vocab_size):
     """KL(teacher || model) of each position in nats, and the teacher's probabilities."""
-    theirs, their_largest, their_log_total = _logits(states, matrix, vocab_size)
-    probabilities = jnp.exp(theirs - their_largest - their_log_total)
-    difference = (theirs - their_largest - their_log_total) - (logits - largest - log_total)
+    theirs = _logits(states, matrix, vocab_size)
+    largest, their_log_total = _largest_and_log_total(theirs)
+    probabilities = jnp.exp(theirs - largest - their_log_total)
+    difference = (theirs - largest - their_log_total) - (logits - shift - log_total)
     terms = jnp.where(probabilities > 0, probabilities * difference, 0)  # padding has -inf in both
     return terms.sum(axis=1), probabilities
 
@@ -126,11 +138,11 @@ def _forward(x, matrix, targets, weights, vocab_size, soft=None):
     def add(carry, chunk):
         total, d_matrix = carry
         x, states, targets, weights = chunk
-        losses, logits, largest, log_total = _losses(x, matrix, targets, vocab_size)
-        probabilities, one_hot = jnp.exp(logits - largest - log_total), jnp.arange(len(matrix)) == targets[:, None]
+        losses, logits, shift, log_total = _losses(x, matrix, targets, vocab_size)
+        probabilities, one_hot = jnp.exp(logits - shift - log_total), jnp.arange(len(matrix)) == targets[:, None]
         d_logits = probabilities - one_hot
         if soft:
-            divergence, theirs = _divergence(logits, largest, log_total, states, soft.matrix, vocab_size)
+            divergence, theirs = _divergence(logits, shift, log_total, states, soft.matrix, vocab_size)
             losses += soft.weight * divergence
             d_logits += soft.weight * (probabilities - theirs)
         d_logits = (d_logits * weights[:, None]).astype(x.dtype)

@@ -31,20 +31,24 @@ def plain_cross_entropy(x, matrix, targets, weights, vocab_size, soft=None):
     return jnp.sum(weights * losses)
 
 
-def example(rows: int, dtype):
+def example(rows: int, dtype, size: float = 3):
+    """Of size 3, some logits exceed their target's by more than the exponential of a float32 can hold."""
     random = np.random.RandomState(0)
-    x, matrix = (np.asarray(3 * normal(random, shape), jnp.dtype(dtype)) for shape in [(rows, 16), (48, 16)])
+    x, matrix = (np.asarray(size * normal(random, shape), jnp.dtype(dtype)) for shape in [(rows, 16), (48, 16)])
     targets = random.randint(41, size=rows, dtype=np.int32)
     weights = np.float32(np.where(np.arange(rows) % 7 == 0, 0.0, random.rand(rows)))
     return jax.device_put((x, matrix, targets, weights))
 
 
 @pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize("rows, dtype, close", [(24, "float32", 2e-6), (20, "bfloat16", 1e-2), (5, "float32", 2e-6)])
-def test_chunks_give_the_loss_and_gradient_of_all_logits(rows, dtype, close, taught, monkeypatch):
+@pytest.mark.parametrize(
+    "rows, dtype, size, close",
+    [(24, "float32", 3, 2e-6), (24, "float32", 1, 2e-6), (20, "bfloat16", 3, 1e-2), (5, "float32", 1, 2e-6)],
+)
+def test_chunks_give_the_loss_and_gradient_of_all_logits(rows, dtype, size, close, taught, monkeypatch):
     """Whole chunks, a part of one, and less than one; also with the divergence from a teacher."""
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
-    x, matrix, targets, weights = example(rows, dtype)
+    x, matrix, targets, weights = example(rows, dtype, size)
     states, head = (jnp.float32(normal(np.random.RandomState(1), shape)) for shape in [(rows, 8), (48, 8)])
     soft, results = cross_entropy.SoftTargets(states, head, 0.7) if taught else None, []
     for function in (cross_entropy.cross_entropy, plain_cross_entropy):
@@ -62,9 +66,10 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits(rows, dtype, close, tau
     assert not np.any(results[0][2][41:])  # rows that fill up the vocabulary learn nothing
 
 
-def test_scores_are_those_of_all_logits(monkeypatch):
+@pytest.mark.parametrize("size", [1, 3])
+def test_scores_are_those_of_all_logits(size, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
-    x, matrix, targets, _ = example(20, "float32")
+    x, matrix, targets, _ = example(20, "float32", size)
     logits = jnp.einsum("nd,vd->nv", x, matrix)[:, :41]
     scores, likeliest = jax.jit(cross_entropy.log_probabilities, static_argnums=3)(x, matrix, targets, 41)
     expected = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
@@ -72,13 +77,16 @@ def test_scores_are_those_of_all_logits(monkeypatch):
     np.testing.assert_array_equal(likeliest, logits.argmax(axis=1) == targets)
 
 
-def test_losses_have_the_bits_of_log_softmax():
-    """In fp32, where a run goes on as with earlier versions, which stored log-probabilities."""
-    x, matrix, targets, _ = example(24, "float32")
+@pytest.mark.parametrize("size, overflows", [(1, False), (3, True)])
+def test_losses_are_those_of_log_softmax(size, overflows):
+    """Also where the sum of exponentials less the target's logit overflows; then to the bit."""
+    x, matrix, targets, _ = example(24, "float32", size)
     logits = jnp.where(jnp.arange(48) < 41, jnp.einsum("nd,vd->nv", x, matrix), -jnp.inf)
+    of_targets = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    assert np.isinf(jnp.exp(logits - of_targets).sum(axis=1)).any() == overflows
     expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
     one_by_one = jax.vmap(lambda weights: cross_entropy.cross_entropy(x, matrix, targets, weights, 41))
-    np.testing.assert_array_equal(one_by_one(jnp.eye(24)), expected)
+    np.testing.assert_allclose(one_by_one(jnp.eye(24)), expected, rtol=0 if overflows else 1e-6)
 
 
 def test_all_logits_never_exist():

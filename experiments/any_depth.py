@@ -55,13 +55,13 @@ def bits_by_depth(
 
 
 def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | None) -> dict:
-    """Train a row, named by its numbers of layers and its seed.
+    """Train a row, named by its numbers of layers, its steps and its seed.
 
     Returns:
         bits per byte of the Python text by depth and step; after training, of it and of WikiText-103 by depth, also at
         depths between those of training.
     """
-    base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(", seed ")
+    base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(f", {STEPS.value} steps, seed ")
     depths = sorted(map(int, kind.split()[0].split(",")))
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
@@ -115,7 +115,7 @@ def main(_) -> None:
     folder = pathlib.Path(flags.FLAGS.folder)
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
-    rows = [f"{kind}, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in ROWS.value]
+    rows = [f"{kind}, {STEPS.value} steps, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in ROWS.value]
     draw(run_rows(rows, str, functools.partial(work, text, folder)))
 
 

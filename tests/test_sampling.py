@@ -13,7 +13,7 @@ from diffeqformer.inference.reader import CHUNK, Reader, read_prompt, read_token
 from diffeqformer.inference.sampling import Choice, Text, draw, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, split_model, weights_at
-from helpers import FAMILY, build_model, lively_model, logits_of, long_to_compile, some_slow
+from helpers import FAMILY, build_model, forward, lively_model, logits_of, long_to_compile, some_slow
 
 BYTES = ByteTokenizer()
 LENGTH = 2 * CHUNK + 20  # no multiple of a chunk
@@ -46,6 +46,14 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
         assert all(leaf.is_deleted() for leaf in old)  # donated
         np.testing.assert_allclose(logits[0], expected[position], atol=5e-6 * scale)
     assert compilations("read_prompt") == compilations("read_token") == 1
+
+
+def test_greedy_text_is_the_likeliest_at_another_depth():
+    model = lively_model("diffeqformer", vocab_size=300, max_length=20)
+    how = dict(count=10, key=jax.random.key(0), vocab_size=257, choice=Choice(0.0), num_steps=2)
+    written = [int(token[0]) for token in write_tokens(model, [1, 2, 3], **how)]
+    logits = forward(model, jnp.array([[1, 2, 3, *written]]), 2)[0, 2:-1, :257]
+    assert written == logits.argmax(-1).tolist()
 
 
 def test_choices_have_their_distributions():

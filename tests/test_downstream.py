@@ -99,18 +99,19 @@ def test_lm_eval_gets_every_score_at_several_depths(runs, tmp_path, local_tasks)
 
 def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs, tmp_path, local_tasks):
     folder = shutil.copytree(ROOT / "tests/data/tasks", tmp_path / "tasks")
-    (folder / "mmlu.yaml").write_text(
-        "group: mmlu\ntask: [last_word, piqa]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
-    )
+    mean = "task: [last_word, piqa]\naggregate_metric_list: [{metric: acc, weight_by_size: %s}]\n"
+    (folder / "mmlu.yaml").write_text("group: mmlu\n" + mean % "true")
+    (folder / "even.yaml").write_text("group: even\n" + mean % "false")  # of which no document has a share
     (folder / "loose.yaml").write_text("group: loose\ntask: [last_word, piqa]\n")
     (folder / "tagged.yaml").write_text(f"include: {folder}/everyday.yaml\ntask: tagged\ntag: some\n")
     accuracies = {}
-    for group, rows in (("mmlu", {"mmlu": 11}), ("loose", {"last_word": 6, "piqa": 5}), ("some", {"tagged": 5})):
+    groups = {"mmlu": {"mmlu": 11}, "loose": {"last_word": 6, "piqa": 5}, "some": {"tagged": 5}, "even": {"even": 11}}
+    for group, rows in groups.items():
         downstream.run_all(options(runs, include=str(folder), tasks=[group], output=str(tmp_path / group)))
         [run] = json.loads((tmp_path / group / "results.json").read_text())["runs"]
         [scored] = json.loads((tmp_path / group / "documents.json").read_text())
         assert {task: results["examples"] for task, results in run["tasks"].items()} == rows
-        assert {task: len(values) for task, values in scored["documents"].items()} == rows
+        assert {task: len(values) for task, values in scored["documents"].items()} == (rows if group != "even" else {})
         accuracies |= {task: results["acc,none"] for task, results in run["tasks"].items()}
     assert accuracies["mmlu"] == pytest.approx((6 * accuracies["last_word"] + 5 * accuracies["piqa"]) / 11)
 

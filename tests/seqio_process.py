@@ -71,7 +71,6 @@ def evaluated(name: str, **how) -> dict[str, float]:
 
 
 def test_the_standard_library_task_agrees_with_its_files():
-    """SeqIO's ids are the bytes of the files without tests, split by path."""
     train, validation = (texts.stdlib_files(split) for split in ("train", "validation"))
     assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
     task = seqio.get_mixture_or_task("python_stdlib_bytes")
@@ -129,7 +128,6 @@ def test_an_evaluator_measures_the_papers_perplexity_of_windows():
 
 
 def test_an_evaluator_measures_documents_per_token_word_and_byte():
-    """In the order of the source."""
     documents = [stream([text]) for text in (f"! {DETOKENIZED['test'][0]}", *DETOKENIZED["test"][1:])]
     task = seqio.get_mixture_or_task("wikitext103_gpt2")
     assert documents == ids_of(task.get_dataset(split="test", shuffle=False))

@@ -117,10 +117,7 @@ def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs,
 
 
 def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkeypatch):
-    (tmp_path / "broken.yaml").write_text(
-        "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\ntest_split: test\n"
-        "output_type: loglikelihood\ndoc_to_text: a\ndoc_to_target: b\n"
-    )
+    write_task(tmp_path, "broken", dataset_kwargs={"data_files": {"test": "nowhere.jsonl"}})
     generations = {"long": {"max_gen_toks": 64}, "beams": {"num_beams": 4}, "half": {"top_k": 2.5, "do_sample": True}}
     for name, asked in generations.items():
         write_task(tmp_path, name, output_type="generate_until", generation_kwargs=asked)
@@ -148,7 +145,6 @@ def write_task(folder, name, **fields):
 
 
 def test_tasks_that_fail_are_left_out_and_marked(runs, tmp_path, local_tasks, capsys):
-    """One whose data set is a script, as LogiQA's on the hub, and one with too few examples."""
     folder = shutil.copytree(ROOT / "tests/data/tasks", tmp_path / "tasks", ignore=shutil.ignore_patterns("pages*"))
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "script.py").write_text("raise SystemError('it was run')")

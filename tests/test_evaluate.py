@@ -183,7 +183,6 @@ def test_a_short_text_has_the_full_perplexity_alone(workdir, tmp_path):
 
 @pytest.mark.long
 def test_what_the_tokenizer_loses_is_counted_and_shown(lossy_file, tmp_path):
-    """From files and from a store. Figures that it would flatter are withheld."""
     tokenizer = SentencePieceTokenizer.open(str(lossy_file))
     texts = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "A cat"]
     about = make_store(tmp_path / f"python_stdlib-{tokenizer.name}", dict.fromkeys(SPLITS, [texts]), tokenizer)

@@ -5,7 +5,6 @@ import math
 import runpy
 import sys
 
-import pytest
 from absl import flags
 
 from diffeqformer.config import check_config, check_overrides, check_used, get_field
@@ -96,15 +95,10 @@ def test_saved_ablations_are_complete(tmp_path, script, capsys):
     assert forms["embedding"] == [*wider[:2], "diffeqformer", *wider[2:], "gpt"]  # tiny.py's own width is 24
 
 
-@pytest.fixture
-def shared(script, tmp_path):
-    """The module common.py, with the options of a study."""
+def test_processes_that_share_a_file_of_results_lose_none(script, tmp_path):
     script("training_times", f"--results={tmp_path / 'new' / 'results.json'}", "--at_once=1")
-    return sys.modules["common"]
-
-
-def test_processes_that_share_a_file_of_results_lose_none(shared):
-    path, begun = shared.results_file(), []
+    shared, begun = sys.modules["common"], []
+    path = shared.results_file()
 
     def work(row, cores):
         begun.append(row)

@@ -100,7 +100,6 @@ def test_a_plain_file_is_one_document(tmp_path):
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é", "aa"])
 @pytest.mark.parametrize("block", [1, 5, 2**20])
 def test_separators_cut_a_plain_file_wherever_blocks_end(tmp_path, separator, block, monkeypatch):
-    """After a last separator there is no other document."""
     monkeypatch.setattr(files, "BLOCK", block)
     text, path = separator.join(["<|endoftext|", "", " ü\n", "\n|>", "x" * 20]), tmp_path / "a.txt"
     for last in ("", separator):

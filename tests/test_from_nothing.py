@@ -60,7 +60,6 @@ def losses(home: pathlib.Path, run: str) -> list[float]:
 
 @pytest.mark.long
 def test_openwebtext_from_nothing(tmp_path):
-    """A run makes the store before it trains. Two pages validate."""
     hub = Hub()
     fill(hub)
     hub.stated["plain_text/train/0001.parquet"] = None  # no hash, as of a small file

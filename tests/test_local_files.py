@@ -49,7 +49,6 @@ def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
 
 
 def test_a_name_that_is_there_means_itself_whatever_its_characters(tmp_path, monkeypatch):
-    """Commas, brackets, question marks and spaces, in names of files and folders, with patterns beside them."""
     monkeypatch.chdir(tmp_path)
     names = ["data[1].txt", "what?.txt", " c.txt", "d[1]/a/a.txt", "d1/a/a.txt", "b.txt"]
     for name in (*names, "a,b.txt"):

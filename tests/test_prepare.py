@@ -57,13 +57,14 @@ def store(corpus, tmp_path_factory):
 
 @pytest.mark.long
 def test_a_store_has_every_document_and_its_end(corpus, store):
-    """It is verified if it is prepared again. Text that changed is refused."""
     folder, documents = corpus
     data = toy_config(data__train_files=f"{folder}/train-*", data__validation_files=f"{folder}/validation-*").data
     splits = open_store(store, "bytes", 16, fingerprint(local_files(data)))
     for name, split in splits.items():
         ids = [i for text in documents[name] for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
         np.testing.assert_array_equal(split.ids(0, split.size), ids)
+        windows = split.windows(np.arange(split.size // 16), 16)  # some of them from two shards
+        np.testing.assert_array_equal(windows.ravel(), ids[: windows.size])
         assert split.text_bytes == sum(len(text.encode()) for text in documents[name])
     assert len(read_about(store)["splits"]["train"]["shards"]) == 8
     done = run(corpus, store.parent)
@@ -74,7 +75,7 @@ def test_a_store_has_every_document_and_its_end(corpus, store):
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
-    """A limit on file sizes simulates a full disk; only the largest shard exceeds it. Then preparation goes on."""
+    """A limit on file sizes simulates a full disk; only the largest shard exceeds it."""
     preparing = [sys.executable, "-m", "diffeqformer.prepare", *options(corpus, tmp_path)]
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *preparing]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)

@@ -78,7 +78,6 @@ def test_many_files_are_parted_into_the_most_shards_in_order(tmp_path, monkeypat
 
 
 def test_an_article_of_raw_wikitext_may_go_on_in_the_next_file(tmp_path, nowhere):
-    """So a split is one shard. WikiText's own files, detokenized, are a shard each."""
     half = len(RAW["train"]) // 2 + 3
     files = {f"{split}__parquet": parquet(rows) for split, rows in RAW.items() if split != "train"}
     files |= {"train-0__parquet": parquet(RAW["train"][:half]), "train-1__parquet": parquet(RAW["train"][half:])}
@@ -168,7 +167,6 @@ def test_a_corpus_needs_a_disk_and_a_network(monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_the_corpora_in_seqio():
-    """The tests of another file in a process with TensorFlow, without the import hook."""
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "tests/seqio_process.py"]
     done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]

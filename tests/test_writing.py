@@ -77,7 +77,6 @@ def test_samples_and_positions_have_random_choices_of_their_own():
 
 @pytest.mark.parametrize("choice", [Choice(0.0), Choice(1.0)])
 def test_a_text_is_the_same_as_when_it_is_written_alone(choice):
-    """In batches of which the last isn't full."""
     model = small_model("llama")
     options = dict(key=jax.random.key(3), choice=choice)
     prompts = ["def f(", "", "a longer prompt", "def f(", "x"]
@@ -98,7 +97,6 @@ def test_a_prompt_that_can_not_be_continued_is_named_at_once(prompts, said):
 
 @pytest.mark.long
 def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path, capsys):
-    """With another solver, beyond the model's 64 positions; to a file, or to standard output."""
     opened, prompts = checkpoint.load(run), ["def é ", "", "a\x0b" + "a" * 70]
     model = with_solver(opened.model, "midpoint", opened.config.model)
     how = dict(tokens=70, samples=2, key=random_key(5, "sample"), choice=Choice(0.7), num_steps=2, sliding_window=True)

@@ -1,6 +1,5 @@
 """The command `generate`: prompts, streaming, stops and errors."""
 
-import dataclasses
 import gzip
 import io
 import json
@@ -14,7 +13,6 @@ import pytest
 from diffeqformer import generate as generate_command
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.files import read_text
-from diffeqformer.data.tokenizers import SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.transformer import random_key
@@ -77,16 +75,6 @@ def test_a_text_ends_before_the_first_stop_of_which_nothing_is_shown(run, monkey
     assert streamed(run, monkeypatch, b"x..", stop=["..c"]) == ["a", "x", "", "", "..\n"]
     assert streamed(run, monkeypatch, "x€ no".encode(), stop=["a", "€"]) == ["a", "x", "", "", "", "\n"]
     assert streamed(run, monkeypatch, b"abc", stop=["c", "bc"]) == ["a", "a", "", "", "\n"]
-
-
-def test_unknown_ids_of_a_prompt_are_said(run, lossy_file, monkeypatch, capsys):
-    opened = checkpoint.load(run)
-    lossy = dataclasses.replace(opened, tokenizer=SentencePieceTokenizer.open(str(lossy_file)))
-    monkeypatch.setattr(checkpoint, "load_on_all", lambda *_: lossy)
-    monkeypatch.setattr(generate_command, "write_tokens", lambda *_, **__: iter([np.array([5])]))
-    for prompt, said in (("Ж", "the tokenizer doesn't know all of the prompt: 1 unknown id\n"), ("the", "\n")):
-        generate_command.write(options_of(run, prompt=prompt))
-        assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.long

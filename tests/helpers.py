@@ -148,8 +148,11 @@ def write_tokenizer_json(folder: pathlib.Path, vocab_size: int = 300) -> pathlib
     return folder / "tokenizer.json"
 
 
-def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer()) -> dict:
-    """Write a token store as `diffeqformer.data.preparation` would, from the documents of each shard of each split."""
+def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer(), **changes) -> dict:
+    """Write a token store as `diffeqformer.data.preparation` would, from the documents of each shard of each split.
+
+    `changes` are entries of its record.
+    """
     folder.mkdir(parents=True)
     about = {"format": 2, "task": "python_stdlib", "origin": "made up", "files": "", "tokenizer": tokenizer.name}
     about |= {"vocab_size": tokenizer.vocab_size, "dtype": "<u2", "splits": {}}
@@ -165,7 +168,7 @@ def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokeniz
             whole += data
         sums = {name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")}
         about["splits"][split] = sums | {"sha256": hashlib.sha256(whole).hexdigest(), "shards": entries}
-    (folder / "store.json").write_text(json.dumps(about))
+    (folder / "store.json").write_text(json.dumps(about | changes))
     return about
 
 

@@ -59,7 +59,9 @@ def fill(hub: Hub) -> None:
 
     hub.repositories = {
         "dlwh/wikitext_103_detokenized": {"main": files("data", DETOKENIZED)},
-        "Salesforce/wikitext": {"main": {**files("wikitext-103-raw-v1", RAW), "README.md": b""}},
+        "Salesforce/wikitext": {
+            "main": {**files("wikitext-103-raw-v1", RAW), "wikitext-2-raw-v1/train-0.parquet": b"", "README.md": b""}
+        },
         "Skylion007/openwebtext": {
             "main": {"openwebtext.py": b""},
             CONVERTED: {

@@ -70,15 +70,7 @@ def evaluated(name: str, **how) -> dict[str, float]:
     return found
 
 
-def test_every_corpus_is_registered_and_nothing_is_read_before_a_task_is_used():
-    assert tuple(tasks.CORPORA) == tuple(texts.CORPORA)
-    for name in ("python_stdlib_bytes", "wikitext103_gpt2", "wikitext103_raw_gpt2", "openwebtext_gpt2"):
-        task = seqio.get_mixture_or_task(name)
-        assert {"train", "validation"} <= set(task.splits) and task.source.texts.found is None
-
-
 def test_the_standard_library_task_agrees_with_its_files():
-    """SeqIO's ids are the bytes of the files without tests, split by path."""
     train, validation = (texts.stdlib_files(split) for split in ("train", "validation"))
     assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
     task = seqio.get_mixture_or_task("python_stdlib_bytes")
@@ -136,7 +128,6 @@ def test_an_evaluator_measures_the_papers_perplexity_of_windows():
 
 
 def test_an_evaluator_measures_documents_per_token_word_and_byte():
-    """In the order of the source."""
     documents = [stream([text]) for text in (f"! {DETOKENIZED['test'][0]}", *DETOKENIZED["test"][1:])]
     task = seqio.get_mixture_or_task("wikitext103_gpt2")
     assert documents == ids_of(task.get_dataset(split="test", shuffle=False))
@@ -179,28 +170,19 @@ def test_a_tokenizer_is_a_vocabulary():
     assert tasks.TokenizerVocabulary(ByteTokenizer()) != vocabulary
 
 
-def test_a_corpus_without_text_or_name_is_said():
-    with pytest.raises(UserError, match="^the task must be one of python_stdlib, .* but it is 'pile'"):
-        tasks.SourceTexts("pile")
-    with pytest.raises(UserError, match="^config.data.task: the examples .* have a 'text', but they have content$"):
+def test_a_corpus_without_text_is_said():
+    with pytest.raises(UserError, match="^config.data.task: the examples .* they have content$"):
         tasks.rekey(tf.data.Dataset.from_tensors({"content": "a"}))
 
 
-def test_local_files_take_the_place_of_wikitext(tmp_path):
-    """WikiText articles, detokenized or not; unchanged rows of other files. One shard per file."""
+def test_local_files_take_the_place_of_a_corpus(tmp_path):
+    """Plain text is cut as the corpus is, rows of other files stay as they are."""
     articles = [" = One = \n \n A well @-@ known thing , it was . \n \n", " = Two = \n \n Another . \n"]
     (tmp_path / "a.txt").write_text("".join(articles))
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": " = Three = \n \n As it is , here . \n"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "As it is , here ."}) + "\n")
     names = {"validation": [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]}
-
-    def documents(corpus, **more):
+    prose = ["= One =\n\nA well-known thing, it was.\n\n", "= Two =\n\nAnother.\n"]
+    for corpus, cut in (("wikitext103", prose), ("wikitext103_raw", articles), ("openwebtext", ["".join(articles)])):
         task = tasks.add_task(corpus, ByteTokenizer(), names)
-        dataset = task.get_dataset(split="validation", sequence_length=None, shuffle=False, **more)
-        return [example["targets_pretokenized"].decode() for example in dataset.as_numpy_iterator()]
-
-    raw = documents("wikitext103_raw")
-    assert raw[:2] == articles and raw[2].startswith(" = Three = ") and len(raw) == 3
-    detokenized = documents("wikitext103")
-    assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
-    assert [documents("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
-    assert len(documents("openwebtext")) == 2  # a text file is a document there
+        found = ids_of(task.get_dataset(split="validation", shuffle=False))
+        assert found == [[*text.encode(), 256] for text in [*cut, "As it is , here ."]]

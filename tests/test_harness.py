@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: scores equal a plain loop's, batches and devices don't matter, generation, and the command."""
+"""lm-evaluation-harness: scores equal a plain loop's, and what is written ends where it should."""
 
 import jax
 import lm_eval.api.model
@@ -60,10 +60,7 @@ def write(model, *arguments):
 
 
 def plain_score(model, context, continuation):
-    """A continuation's log-probability and greediness, given a context, from the logits of at most WINDOW inputs.
-
-    Behind these come any ids, on which nothing depends: one length is compiled.
-    """
+    """A continuation's log-probability and greediness, given a context, from the logits of at most WINDOW inputs."""
     ids = (context + continuation)[-(WINDOW + 1) :]
     inputs = np.array([(ids[:-1] + [99] * WINDOW)[:WINDOW]])
     logits = np.asarray(forward(model, inputs))[0, : len(ids) - 1]
@@ -75,7 +72,6 @@ def plain_score(model, context, continuation):
 
 
 def test_scores_are_those_of_a_loop_without_batches():
-    """For a context that fits, one that doesn't, no context, and a continuation that takes three windows."""
     model = small_model()
     (cat, long, none, several) = log_likelihoods(harness_model(model), [PAIRS[i] for i in (0, 5, 1, 6)])
     for (total, greedy), (context, continuation) in ((cat, PAIRS[0]), (long, PAIRS[5]), (none, PAIRS[1])):
@@ -143,7 +139,7 @@ def test_byte_pairs_are_split_where_lm_eval_splits_them():
     [[first], [second], [third], [fourth], [fifth]] = seen
     assert first == second and fourth == fifth and first.ids[first.first :] == [258]
     assert third.ids == [259, ord("t"), 257] and third.first == 1
-    with pytest.raises(UserError, match="^continuation: 'e' after 'th' has no tokens of its own"):
+    with pytest.raises(UserError, match="^continuation: 'e' after 'th'"):
         log_likelihoods(model, [("th", "e")])  # "the" is t, he: as many tokens as "th" has
 
 
@@ -166,7 +162,6 @@ def test_sentence_pieces_are_scored_and_written(sentencepiece_file):
 
 
 def test_an_unknown_id_is_never_what_greedy_decoding_would_give(lossy_file):
-    """However likely it is. What generation then writes counts as the likeliest."""
     tokenizer = SentencePieceTokenizer.open(str(lossy_file))
     network = small_model(vocab_size=tokenizer.vocab_size + 4)
     embedding = network.token_embedding[...].at[tokenizer.vocab_size].multiply(4.0)  # no token either
@@ -227,7 +222,7 @@ def test_writing_stops_and_truncates(monkeypatch):
     assert calls[4] == (list(b"x" * 8 + b"yz"), 30, (0.5, 3, 0.9)) and calls[5] == ([256], 20, (1.0, 0, 1.0))
 
 
-def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
+def test_a_batch_has_texts_chosen_alike_and_needs_room(monkeypatch):
     writer, calls = constant_writer(list(b"one. two") + [256])
     monkeypatch.setattr("diffeqformer.inference.sampling.continue_prompts", writer)
     asked = ("a", {"until": "."}), ("b", {"until": " t"}), ("c", {"until": ".", "do_sample": True})
@@ -235,7 +230,7 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
     assert write(model, *asked) == ["one", "one.", "one"]
     assert [prompts for *prompts, _, _ in calls] == [[[97], [98]], [[99], [99]]]
     monkeypatch.setattr(memory, "free_bytes", lambda devices: 10)
-    with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts would take "):
+    with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts"):
         write(model, *asked)
 
 

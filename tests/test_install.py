@@ -7,17 +7,12 @@ import zipfile
 import pytest
 
 from diffeqformer.__main__ import COMMANDS
-from environments import LIGHT, build_wheel, closure, environment_variables, make_environment, requirements_of, run
+from environments import LIGHT, build_wheel, environment_variables, make_environment, requirements_of, run
 from hub import parquet
 from newcomer import PAGES
 
 LEFT_OUT = {"seqio", "tensorflow", "tensorflow-datasets", "tensorflow-text"}
 SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1"]
-
-
-def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():
-    assert not closure(LIGHT) & LEFT_OUT
-    assert not any("#" in line or not line.strip() for line in LIGHT)
 
 
 @pytest.fixture(scope="module")

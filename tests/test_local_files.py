@@ -1,7 +1,6 @@
 """Local files: which are meant, what identifies their text, and stores without them."""
 
 import gzip
-import json
 import os
 
 import pyarrow as pa
@@ -28,16 +27,16 @@ def test_patterns(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
     (tmp_path / "empty.md").touch()
     for patterns, sentence in (
-        (f"{tmp_path}", "--files: .* is a folder; name the files in it"),
+        (f"{tmp_path}", "--files: .* is a folder"),
         (f"{tmp_path}/d*", "--files: .*d.jsonl can't be read"),
         (f"{tmp_path}/b.txt,{tmp_path}/*.parquet", r"--files: no file matches '.*/\*.parquet'"),
-        (f"{tmp_path}/*.txt", "--files: .*link.txt is named twice; leave one of them out"),
-        (f"{tmp_path}/*.md", "--files: .*empty.md is empty; put a file with text there"),
+        (f"{tmp_path}/*.txt", "--files: .*link.txt is named twice"),
+        (f"{tmp_path}/*.md", "--files: .*empty.md is empty"),
     ):
         with pytest.raises(UserError, match=sentence):
             matching_files(patterns, "--files")
     data = toy_config(data__train_files=f"{tmp_path}/[ab].txt", data__validation_files=f"{tmp_path}/link.txt").data
-    with pytest.raises(UserError, match="^config.data.train_files: .*link.txt is a validation file, too; leave it out"):
+    with pytest.raises(UserError, match="^config.data.train_files: .*link.txt is a validation file"):
         local_files(data)
 
 
@@ -50,7 +49,6 @@ def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
 
 
 def test_a_name_that_is_there_means_itself_whatever_its_characters(tmp_path, monkeypatch):
-    """Commas, brackets, question marks and spaces, in names of files and folders, with patterns beside them."""
     monkeypatch.chdir(tmp_path)
     names = ["data[1].txt", "what?.txt", " c.txt", "d[1]/a/a.txt", "d1/a/a.txt", "b.txt"]
     for name in (*names, "a,b.txt"):
@@ -70,9 +68,10 @@ def stored(folder, text="text"):
     """The `data` part of a config whose store was made from the files train*.txt and validation.txt in a folder."""
     files = {"data__train_files": f"{folder}/train*.txt", "data__validation_files": f"{folder}/validation.txt"}
     data = toy_config(data__dir=str(folder / "stores"), **files).data
-    about = make_store(folder / "stores" / "python_stdlib-bytes", {split: [["a text"]] for split in SPLITS})
-    about["files"] = getattr(fingerprint(local_files(data)), text)
-    (folder / "stores" / "python_stdlib-bytes" / "store.json").write_text(json.dumps(about))
+    record = {"files": getattr(fingerprint(local_files(data)), text)}
+    if text == "text":
+        record["patterns"] = preparation.patterns_of(data)
+    make_store(folder / "stores" / "python_stdlib-bytes", {split: [["a text"]] for split in SPLITS}, **record)
     return data
 
 
@@ -94,18 +93,12 @@ def test_a_store_needs_no_text_but_is_of_the_text_that_is_there(text, two_texts,
     for gone in ("validation.txt", "train1.txt", "train2.txt"):
         (two_texts / gone).unlink()
         assert preparation.open_prepared(data, TOKENIZER, 4)["train"].size == 7
-    said = capsys.readouterr().out.splitlines()[-1]
-    folder = f"{two_texts}/stores/python_stdlib-bytes"
-    assert said == (
-        f"config.data.train_files: no file matches '{two_texts}/train*.txt'; the token store {folder} is taken as it is"
-    )
+    assert "is taken as it is" in capsys.readouterr().out
 
 
 def test_a_new_run_names_a_missing_text_as_the_maker_of_its_store_did(two_texts):
     """Or else a mistyped name would train on another text. A resumed run is known by its ids."""
     data = stored(two_texts)
-    path = two_texts / "stores" / "python_stdlib-bytes" / "store.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"patterns": preparation.patterns_of(data)}))
     for name in ("train1.txt", "train2.txt", "validation.txt"):
         (two_texts / name).unlink()
     assert preparation.open_prepared(data, TOKENIZER, 4)["train"].size == 7
@@ -140,7 +133,6 @@ def test_names_and_places_of_texts_are_not_compared_but_contents_and_layouts_are
 
 
 def test_a_preparation_goes_on_after_its_text_has_moved_but_not_in_another_order(two_texts, tmp_path):
-    """Its shards are those of the files in order."""
     paths = [str(two_texts / name) for name in ("train1.txt", "train2.txt")]
     plans = []
     for order, origin in ((paths, "a"), (paths, "b"), (paths[::-1], "a")):
@@ -151,27 +143,26 @@ def test_a_preparation_goes_on_after_its_text_has_moved_but_not_in_another_order
     (tmp_path / "train-00000.bin.json").write_text('{"file": ""}')
     preparation.begin_or_go_on(tmp_path, plans[1])
     assert plans[0]["files"] == plans[2]["files"]
-    with pytest.raises(UserError, match="holds an unfinished store of another text or tokenizer; delete it"):
+    with pytest.raises(UserError, match="holds an unfinished store of another text"):
         preparation.begin_or_go_on(tmp_path, plans[2])
 
 
 @pytest.mark.long
 def test_texts_of_any_layout_are_prepared(tmp_path):
-    """What has no text is counted."""
     texts = ["one\n", "\ntwo 🙂", "three", "four"]
     (tmp_path / "a?1.md").write_text("one\n<|end|>\ntwo 🙂<|end|> \n<|end|>")
-    (tmp_path / "b[1].jsonl.gz").write_bytes(gzip.compress(b'{"content": "three"}\n\n{"content": null}\n'))
+    (tmp_path / "b[1].jsonl.gz").write_bytes(gzip.compress(b'{"a.b": "three"}\n\n{"a.b": null}\n'))
     column = pa.array(["four", None]).dictionary_encode()
-    pq.write_table(pa.table({"text": [1, 2], "content": column}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"text": [1, 2], "a.b": column}), tmp_path / "c.parquet")
     (tmp_path / "v.txt").write_text("five")
     done = command(
         "prepare", "--config=configs/tiny.py", "--config.data.processes=1", f"--config.data.dir={tmp_path}/stores",
-        "--config.data.text_field=content", "--config.data.separator=<|end|>", "--config.sequence_length=4",
+        "--config.data.text_field=a.b", "--config.data.separator=<|end|>", "--config.sequence_length=4",
         f"--config.data.train_files={tmp_path}/a?1.md,{tmp_path}/b[1].jsonl.gz,{tmp_path}/c.parquet",
         f"--config.data.validation_files={tmp_path}/v.txt",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "of 4 documents; 4 without any text left out" in done.stdout and "as one document" not in done.stdout
-    assert "validation: no file has the separator '<|end|>'; each is" in done.stdout and "train: no" not in done.stdout
+    assert "of 4 documents; 4 without any text left out" in done.stdout
+    assert "validation: no file has the separator" in done.stdout and "train: no" not in done.stdout
     split = open_store(tmp_path / "stores" / "python_stdlib-bytes", "bytes", 4, None)["train"]
     assert split.ids(0, 99).tolist() == [i for text in texts for i in [*TOKENIZER.encode(text), 256]]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 
 import nbformat
 import pytest
@@ -83,8 +82,6 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     assert "Upload a wheel" in said and not list(computer.iterdir())
     assert "tiny: interpolated" in said and "step 2 of 2" in said and "Lyapunov sensitivity" in said
     assert said.count("data:image/png;base64,") == 1 + 4 + 1  # history, spectra, perplexity
-    find = "import importlib.util; print(importlib.util.find_spec('tensorflow'))"
-    assert subprocess.run([python, "-c", find], capture_output=True, text=True).stdout == "None\n"
 
     saved = [path for path in (folder / "runs" / "tiny" / "checkpoints").rglob("*") if path.is_file()]
     files = {f"run/{path.relative_to(folder / 'runs' / 'tiny')}": path.read_bytes() for path in saved}

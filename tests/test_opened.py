@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 import diffeqformer
-from diffeqformer.checkpoints.checkpoint import About, Checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.opened import OpenedRun
 from diffeqformer.transformer import weights_at
-from helpers import forward, lively_model, toy_config
+from helpers import forward
 
 TEXT = "def read(file):"
 
@@ -60,14 +58,5 @@ def test_weights_at_a_time_are_those_of_a_step_that_ends_there(run):
     for layer, each in opened.weights(0.5).items():
         for name, value in each.items():
             np.testing.assert_allclose(value, of_steps[layer][name][1], rtol=1e-5, atol=1e-6)
-    with pytest.raises(UserError, match="^time: must be between 0 and 1, but it is 1.5"):
+    with pytest.raises(UserError, match="^time: "):
         opened.weights(1.5)
-
-
-def test_a_model_with_layers_says_what_it_lacks():
-    config = toy_config("gpt")
-    opened = OpenedRun(Checkpoint(3, config, lively_model("gpt"), ByteTokenizer(), About({}, "bytes")))
-    with pytest.raises(UserError, match="^time: model.kind gpt has weights for steps alone"):
-        opened.weights(0.5)
-    with pytest.raises(UserError, match="weights for"):
-        opened.at(num_steps=opened.model.num_steps + 1)

@@ -35,15 +35,14 @@ def corpus(tmp_path_factory):
     return folder, documents
 
 
-def options(corpus, stores, *more) -> list[str]:
+def options(corpus, stores) -> list[str]:
     folder, _ = corpus
     files = [f"--config.data.{split}_files={folder}/{split}-*.jsonl" for split in ("train", "validation")]
-    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", *files]
-    return [*command, f"--config.data.dir={stores}", "--config.data.processes=2", *more]
+    return ["--config=configs/tiny.py", *files, f"--config.data.dir={stores}", "--config.data.processes=2"]
 
 
 def run(corpus, stores, *more) -> subprocess.CompletedProcess:
-    return command("prepare", *options(corpus, stores, *more)[3:])
+    return command("prepare", *options(corpus, stores), *more)
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +57,27 @@ def store(corpus, tmp_path_factory):
 
 @pytest.mark.long
 def test_a_store_has_every_document_and_its_end(corpus, store):
-    """It is verified if it is prepared again. Text that changed is refused."""
     folder, documents = corpus
     data = toy_config(data__train_files=f"{folder}/train-*", data__validation_files=f"{folder}/validation-*").data
     splits = open_store(store, "bytes", 16, fingerprint(local_files(data)))
     for name, split in splits.items():
         ids = [i for text in documents[name] for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
         np.testing.assert_array_equal(split.ids(0, split.size), ids)
+        windows = split.windows(np.arange(split.size // 16), 16)  # some of them from two shards
+        np.testing.assert_array_equal(windows.ravel(), ids[: windows.size])
         assert split.text_bytes == sum(len(text.encode()) for text in documents[name])
-    about = read_about(store)
-    assert len(about["splits"]["train"]["shards"]) == 8 and about["splits"]["train"]["documents"] == 7 * 60 + 6000
-    assert about["origin"] == f"local files in {folder}"
-    assert {path.name for path in store.iterdir()} == {"store.json", "validation-00000.bin"} | {
-        f"train-{i:05d}.bin" for i in range(8)
-    }
+    assert len(read_about(store)["splits"]["train"]["shards"]) == 8
     done = run(corpus, store.parent)
-    assert done.returncode == 0 and "there already, whole and as it was written" in done.stdout
+    assert done.returncode == 0 and "there already, whole" in done.stdout
     other = run(corpus, store.parent, f"--config.data.train_files={folder}/train-0.jsonl")
     assert other.returncode == 1 and "was made from other text" in other.stderr and other.stdout == ""
 
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
-    """A limit on file sizes simulates a full disk; only the largest shard exceeds it. Then preparation goes on."""
-    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *options(corpus, tmp_path)]
+    """A limit on file sizes simulates a full disk; only the largest shard exceeds it."""
+    preparing = [sys.executable, "-m", "diffeqformer.prepare", *options(corpus, tmp_path)]
+    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *preparing]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert re.search(r"File too large \(\d of 9 shards are finished and stay; the same command cont", done.stderr)
@@ -98,8 +94,8 @@ def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
 @pytest.mark.parametrize(
     "content, sentence",
     [
-        (b'{"text": ""}\n', "config.data.train_files: the train split has no text in it"),
-        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 isn't a JSON object with a string 'text'"),
+        (b'{"text": ""}\n', "config.data.train_files: the train split has no text"),
+        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 isn't a JSON object"),
     ],
 )
 def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
@@ -110,16 +106,13 @@ def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
     assert not (tmp_path / "stores" / "python_stdlib-bytes").exists()
 
 
-@pytest.mark.parametrize(
-    "name, sentence",
-    [("read.me", "byte 2 is 0, so this isn't text"), ("a.jsonl", "line 1 isn't a JSON object with a string 'te")],
-)
-def test_a_file_that_can_not_be_used_is_said_before_any_work(name, sentence, corpus, tmp_path):
-    (tmp_path / name).write_text("{}\0\n" if name == "read.me" else "{}\n")
+@pytest.mark.parametrize("name, content, said", [("read.me", "{}\0", "byte 2 is 0"), ("a.jsonl", "{}", "line 1")])
+def test_a_file_that_can_not_be_used_is_said_before_any_work(name, content, said, corpus, tmp_path):
+    (tmp_path / name).write_text(content)
     data = toy_config(data__dir=str(tmp_path / "stores"), data__task="mine").data
     data.update(train_files=f"{corpus[0]}/train-*", validation_files=f"{tmp_path}/{name}")
     with mock.patch.object(preparation, "Worker", side_effect=AssertionError("no work")):
-        with pytest.raises(UserError, match=f"{name}: {sentence}"):
+        with pytest.raises(UserError, match=f"{name}: {said}"):
             preparation.prepare(data, TOKENIZER)
 
 
@@ -160,7 +153,6 @@ LOSSY = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "the odd thi
 
 @pytest.mark.long
 def test_what_the_tokenizer_loses_is_said_and_stored(lossy_file, tmp_path):
-    """Unknown ids, and documents that have one or don't come back."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in 9 * LOSSY))
     (tmp_path / "b.jsonl").write_text(9 * (json.dumps({"text": LOSSY[0]}) + "\n"))
     done = command(
@@ -170,8 +162,7 @@ def test_what_the_tokenizer_loses_is_said_and_stored(lossy_file, tmp_path):
         "--config.sequence_length=16",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "  train: 9 unknown ids and 18 documents whose ids decode to another text;" in done.stdout
-    assert done.stdout.count("docs/data.md") == 1
+    assert "  train: 9 unknown ids and 18 documents whose" in done.stdout
     [folder] = tmp_path.glob("python_stdlib-sentencepiece-*")
     splits = read_about(folder)["splits"]
     assert [(split["unknown"], split["altered"]) for split in splits.values()] == [(9, 18), (0, 0)]

@@ -4,16 +4,12 @@ A small server plays the hub.
 """
 
 import errno
-import functools
 import hashlib
-import itertools
-import json
 import os
 import subprocess
 import sys
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from diffeqformer.data import hub as downloads
@@ -22,28 +18,23 @@ from diffeqformer.data.texts import HubTexts, open_corpus
 from diffeqformer.errors import UserError
 from helpers import ROOT
 from hub import CONVERTED, Hub, parquet
-from newcomer import DETOKENIZED, PAGES, RAW, RAW_TEXT, fill, raw_articles
+from newcomer import PAGES, RAW, RAW_TEXT, fill, raw_articles
 
-WIKITEXT, OPENWEBTEXT = "Salesforce/wikitext", "Skylion007/openwebtext"
+OPENWEBTEXT = "Skylion007/openwebtext"
 LAST = "plain_text/train/0001.parquet"  # of OpenWebText's files
-
-
-@functools.cache
-def server() -> Hub:
-    return Hub()
 
 
 @pytest.fixture
 def hub(monkeypatch):
     """A hub with all three data sets, OpenWebText only as converted by the hub."""
-    fill(server())
-    server().stated.clear()
-    template = f"{server().address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server().address)
+    server = Hub()
+    fill(server)
+    template = f"{server.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return server()
+    return server
 
 
 @pytest.fixture
@@ -72,33 +63,21 @@ def test_validation_rows_are_those_of_hugging_face():
     """Computed with datasets 5.2.0: Dataset.train_test_split(test_size=0.0005, seed=2357, shuffle=True)["test"]."""
     assert texts.validation_rows(2000).tolist() == [79]
     assert texts.validation_rows(2001).tolist() == [79, 1706]
-    assert texts.validation_rows(4001).tolist() == [1788, 151, 2470]
-    assert texts.validation_rows(10_000).tolist() == [8290, 1229, 4733, 8519, 1700]
     rows = texts.validation_rows(texts.OPENWEBTEXT_DOCUMENTS)
-    assert rows.dtype == np.int64 and len(rows) == 4007
-    assert rows[:5].tolist() == [4327249, 4286500, 2184614, 4793011, 1709068]
     digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
     assert digest == "df00c240445075043bc15359133182a5a0d4e241fbff007f3664c958a9e4997e"
 
 
-def test_openwebtext_is_a_shard_for_each_file_without_the_rows_of_validation(tmp_path, nowhere, monkeypatch):
-    """All shards give all rows, in their order; another process takes what this one has found."""
-    parts = [PAGES[:900], PAGES[900:901], PAGES[901:]]
-    by_hand(tmp_path, "openwebtext", **{f"{i}__parquet": parquet(part) for i, part in enumerate(parts)})
-    found = open_corpus("openwebtext", None)
-    found.found = json.loads(json.dumps(fetched("openwebtext", tmp_path).found))
-    rows = texts.validation_rows(len(PAGES)).tolist()
-    assert list(found.documents("validation")) == [PAGES[row] for row in rows] and rows != sorted(rows)
-    expected = [page for row, page in enumerate(PAGES) if row not in rows]
-    for count in (3, 2):
-        monkeypatch.setattr(texts, "MOST_SHARDS", count)
-        shards = [list(found.documents("train", index, count)) for index in range(found.shards("train"))]
-        assert len(shards) == count and list(itertools.chain(*shards)) == expected
-    assert found.shards("validation") == 1
+def test_many_files_are_parted_into_the_most_shards_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "MOST_SHARDS", 2)
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_text(path.name)
+    found = open_corpus("mine", {"train": list(map(str, paths))})
+    assert [list(found.documents("train", index, 2)) for index in range(found.shards("train"))] == [["a"], ["b", "c"]]
 
 
 def test_an_article_of_raw_wikitext_may_go_on_in_the_next_file(tmp_path, nowhere):
-    """So a split is one shard. WikiText's own files, detokenized, are a shard each."""
     half = len(RAW["train"]) // 2 + 3
     files = {f"{split}__parquet": parquet(rows) for split, rows in RAW.items() if split != "train"}
     files |= {"train-0__parquet": parquet(RAW["train"][:half]), "train-1__parquet": parquet(RAW["train"][half:])}
@@ -114,15 +93,9 @@ def test_an_article_of_raw_wikitext_may_go_on_in_the_next_file(tmp_path, nowhere
 
 
 def test_missing_manual_files_are_refused(tmp_path, nowhere):
-    folder = by_hand(tmp_path, "wikitext103/raw")
-    by_hand(tmp_path, "openwebtext")
-    (folder / "train.txt").write_text("\n")
-    for corpus, sentence in (
-        ("wikitext103_raw", r"raw: no file of split 'validation'; put one there \(validation.parquet, ...\)"),
-        ("openwebtext", "openwebtext: no file of split 'train'; put one there .* or remove the folder to download all"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            fetched(corpus, tmp_path)
+    by_hand(tmp_path, "wikitext103/raw", train__txt=b"\n")
+    with pytest.raises(UserError, match="raw: no file of split 'validation'"):
+        fetched("wikitext103_raw", tmp_path)
 
 
 def test_by_default_the_folder_is_that_of_tfds(tmp_path, monkeypatch, nowhere):
@@ -132,29 +105,10 @@ def test_by_default_the_folder_is_that_of_tfds(tmp_path, monkeypatch, nowhere):
     assert len(fetched("openwebtext", "").found["files"]["train"]) == 1
 
 
-def test_wikitext_from_the_repository(hub, tmp_path):
-    hub.repositories[WIKITEXT]["main"]["wikitext-2-raw-v1/train-0.parquet"] = b""
-    raw = fetched("wikitext103_raw", tmp_path)
-    assert list(raw.documents("test")) == raw_articles("test")
-    assert list(fetched("wikitext103", tmp_path).documents("test")) == DETOKENIZED["test"]
-    hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
-    with pytest.raises(UserError, match="test-.*parquet: has the SHA-256 .* but the hub states 0000"):
-        fetched("wikitext103_raw", tmp_path / "again")
-    del hub.repositories[WIKITEXT]["main"]["wikitext-103-raw-v1/test-00000-of-00001.parquet"]
-    with pytest.raises(UserError, match=rf"^{WIKITEXT}: .* split 'test' .* in \[\]; put its files into manual_dir"):
-        fetched("wikitext103_raw", tmp_path / "third")
-
-
-def test_openwebtext_from_the_conversion(hub, tmp_path, capsys):
-    hub.stated[LAST] = None
-    found = fetched("openwebtext", tmp_path)
-    assert list(found.documents("validation")) == [PAGES[row] for row in texts.validation_rows(len(PAGES))]
-    sha256 = {path: hashlib.sha256(data).hexdigest() for path, data in hub.repositories[OPENWEBTEXT][CONVERTED].items()}
-    record = json.loads((tmp_path / "downloads" / OPENWEBTEXT / "downloads.json").read_text())
-    assert record == {"commit": hub.commit(OPENWEBTEXT, CONVERTED), "files": {"train": sha256}}
-    said = capsys.readouterr().out
-    assert f"SHA-256 {sha256[LAST]}, none stated by the hub" in said and said.count("as the hub states") == 1
-    assert "2,500 documents instead of 8,013,769, so the validation split isn't the published" in said
+def test_a_file_of_another_hash_than_the_hub_states_is_refused(hub, tmp_path):
+    hub.stated[LAST] = "0" * 64
+    with pytest.raises(UserError, match="0001.parquet: has the SHA-256 .* but the hub states 0000"):
+        fetched("openwebtext", tmp_path)
 
 
 def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, tmp_path, monkeypatch):
@@ -172,7 +126,7 @@ def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, 
     assert without.found == again.found and len(again.found["files"]["train"]) == 2
     (place / "plain_text/train/0000.parquet").write_bytes(parquet(["other"]))
     hub.repositories.clear()
-    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub answered 404; try again later"):
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub answered 404"):
         fetched("openwebtext", tmp_path)
 
 
@@ -186,40 +140,33 @@ def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, 
 )
 def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, branch, names, sentence):
     hub.repositories[OPENWEBTEXT][branch] = {f"{name}.parquet": b"" for name in names}
-    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}.* manual_dir") as error:
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}"):
         fetched("openwebtext", tmp_path)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "error, sentence",
     [
-        (RuntimeError("Task error: CAS\nmore"), "the hub can't be reached, RuntimeError: Task error: CAS; try again"),
-        (OSError(errno.ENOSPC, "No space left", "0.parquet"), "TFDS_DATA_DIR: 0.parquet: No space left;"),
+        (RuntimeError("Task error: CAS\nmore"), "the hub can't be reached, RuntimeError: Task error: CAS"),
+        (OSError(errno.ENOSPC, "No space left", "0.parquet"), "TFDS_DATA_DIR: 0.parquet: No space left"),
     ],
 )
-def test_a_download_that_breaks_off_is_one_sentence(hub, monkeypatch, tmp_path, error, sentence):
-    """It names the hub, or the disk."""
+def test_a_download_that_breaks_off_names_the_hub_or_the_disk(hub, monkeypatch, tmp_path, error, sentence):
     monkeypatch.setattr(downloads, "snapshot_download", mock.Mock(side_effect=error))
     with pytest.raises(UserError, match=f"^({OPENWEBTEXT}: )?{sentence}"):
         fetched("openwebtext", tmp_path)
 
 
 def test_a_corpus_needs_a_disk_and_a_network(monkeypatch, tmp_path):
-    with pytest.raises(UserError, match="^TFDS_DATA_DIR: .* this machine's disk first, and not to gs://bucket/d"):
+    with pytest.raises(UserError, match="^TFDS_DATA_DIR: .* gs://bucket/d"):
         fetched("openwebtext", "gs://bucket/d")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    said = f"^{OPENWEBTEXT}: the hub can't be reached, .*; try again later, .* manual_dir"
-    with pytest.raises(UserError, match=said):
-        fetched("openwebtext", tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)  # HF_HUB_OFFLINE=1
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub can't be reached"):
         fetched("openwebtext", tmp_path)
 
 
 @pytest.mark.long
 def test_the_corpora_in_seqio():
-    """The tests of another file in a process with TensorFlow, without the import hook."""
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "tests/seqio_process.py"]
     done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]

@@ -98,7 +98,6 @@ class Llama(Block):
         return 0.02 if self.tied_head else 1.0
 
     def layers(self) -> dict[str, Linear | Norm]:
-        """Name, shape and logical axes of every weight of the block."""
         mixed, shared = self.heads * self.head_width, self.key_value_heads * self.head_width
         layers = {
             "norm_attention": Norm(self.width, self.shift),
@@ -115,7 +114,6 @@ class Llama(Block):
         return layers | {name: dataclasses.replace(layers[name], bias=False) for name in without}
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
         [query], [key], [value] = (
             context.make_heads(weights[name], y, self.head_width) for name in ("query", "key", "value")

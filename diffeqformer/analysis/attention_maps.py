@@ -21,6 +21,8 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
+MEAN_OF_HEADS = functools.partial(jnp.mean, axis=(0, 1))  # of one text's attention [1, H, S, S]
+
 
 def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S G K"]) -> Float[Array, "B H S S"]:
     """The causal attention from each token (rows) to each token (columns), fp32."""
@@ -63,17 +65,13 @@ def maps(
     return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
 
 
-def _mean_of_heads(probabilities: Float[Array, "1 H S S"]) -> Float[Array, "S S"]:
-    return probabilities.mean((0, 1))
-
-
 def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None) -> Float[np.ndarray, "S"]:
     """Attention rollout: the share of each token in the last token's state. The shares sum to 1.
 
     It assumes that every step keeps half of a state and takes the other half from what its heads attend to on average.
     """
     share = np.eye(len(tokens))[-1]
-    for attended in np.asarray(maps(model, tokens[None], num_steps, _mean_of_heads), np.float64)[::-1]:
+    for attended in np.asarray(maps(model, tokens[None], num_steps, MEAN_OF_HEADS), np.float64)[::-1]:
         share = (share + share @ attended) / 2
     return share
 

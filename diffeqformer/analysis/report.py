@@ -86,6 +86,14 @@ def table(header: list[str], rows: list[list]) -> str:
     return f"<table>{_line(header, 'th')}{''.join(_line(row, 'td') for row in rows)}</table>"
 
 
+def table_of_heads(label: str, times: np.ndarray, order: np.ndarray, columns: dict[str, np.ndarray]) -> str:
+    """An HTML table of the five heads and times that come first in an order [T, H], with values [T, H] by column."""
+    rows = []
+    for step, head in zip(*np.unravel_index(np.argsort(order, axis=None)[:5], order.shape), strict=True):
+        rows.append([f"{times[step]:.4g}", int(head), *(float(values[step, head]) for values in columns.values())])
+    return table([label, "head", *columns], rows)
+
+
 def _line(cells: list, tag: str) -> str:
     shown = (f"{cell:.4g}" if isinstance(cell, float) else html.escape(str(cell)) for cell in cells)
     return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in shown) + "</tr>"

@@ -61,8 +61,7 @@ def maps(
 
     If the solver evaluates the attention several times in a step, the first evaluation is used.
     """
-    graph, params = split_model(model)
-    return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
+    return _maps(*split_model(model), weights_at(model, num_steps), tokens, summary)
 
 
 def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None) -> Float[np.ndarray, "S"]:
@@ -96,5 +95,4 @@ def input_gradients(
     Args:
         target: the id that comes next.
     """
-    graph, params = split_model(model)
-    return np.asarray(_input_gradients(graph, params, weights_at(model, num_steps), tokens, target))
+    return np.asarray(_input_gradients(*split_model(model), weights_at(model, num_steps), tokens, target))

@@ -39,14 +39,9 @@ class Llama(Block):
     """dx/dt = attention(n; t) + feed_forward(norm_mlp(n; t); t) with n = norm_attention(x; t).
 
     Section C.6 of the paper. The second norm reads the first one's output, as in the authors' code. Without
-    `norm_of_norm` it reads x, like the first.
+    `norm_of_norm` it reads x, like the first. Whole heads are rotated.
 
-    Args:
-        width, heads, key_value_heads, head_width, mlp: D, H, G, K, F; K must be even.
-        rotary: the rotations of queries and keys, of whole heads.
-        epsilon, final_epsilon: of the block's norms, and of the final norm.
-        shift: whether the block's norms have a shift.
-        biases: the linear layers that have one.
+    epsilon, shift: of the block's norms, but not of the final one.
     """
 
     width: int

@@ -90,5 +90,5 @@ def _input_gradients(graph, params, weights, tokens, target):
 def input_gradients(
     model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None = None
 ) -> Float[np.ndarray, "S"]:
-    """The length of the gradient of log p(target | tokens), of the next id, with respect to each token's x(0)."""
+    """The length of the gradient of the next id's log p(target | tokens) with respect to each token's x(0)."""
     return np.asarray(_input_gradients(*split_model(model), weights_at(model, num_steps), tokens, target))

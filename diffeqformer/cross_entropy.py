@@ -132,8 +132,7 @@ def _chunks(*arrays):
 
 
 def _forward(x, matrix, targets, weights, vocab_size, soft=None):
-    """The loss and its gradient, chunk by chunk, so that no logit is computed twice. A new term of the
-    loss goes here and into `cross_entropy`."""
+    """The loss and its gradient, chunk by chunk, so that no logit is computed twice."""
 
     def add(carry, chunk):
         total, d_matrix = carry

@@ -105,12 +105,8 @@ def measured(options, rows: list[Row], window: int) -> Iterator[dict]:
         yield about | {"megabytes": row.megabytes}
 
 
-Scores = dict[tuple[str, int, int], dict[str, str]]
-"""The scores of `diffeqformer.downstream` as text, by full path, step of the checkpoint and steps of depth."""
-
-
-def downstream_scores(folder: pathlib.Path, rows: list[Row]) -> Scores:
-    """What `diffeqformer.downstream` has found for the rows.
+def downstream_scores(folder: pathlib.Path, rows: list[Row]) -> dict[tuple[str, int, int], dict[str, str]]:
+    """What `diffeqformer.downstream` has found, as text, by full path, step of the checkpoint and steps of depth.
 
     Raises:
         UserError: if the folder has no results, or none of these rows.
@@ -118,7 +114,7 @@ def downstream_scores(folder: pathlib.Path, rows: list[Row]) -> Scores:
     try:
         with reachable("--downstream", folder):
             runs = json.loads((folder / "results.json").read_text())["runs"]
-        found: Scores = {}
+        found = {}
         for run in runs:
             place = os.path.realpath(run["workdir"]), run["checkpoint_step"], run["num_steps"]
             [column] = columns_of([run])

@@ -40,20 +40,6 @@ from diffeqformer.transformer import abstract_model
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
 
 
-def define_flags() -> None:
-    flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, comma-separated.", required=True)
-    command_line.define_step()
-    flags.DEFINE_list("shots", ["0", "5"], "Numbers of examples in front of each question.")
-    flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
-    flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
-    flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
-    flags.DEFINE_integer("batch_size", 32, "Sequences scored at once over all devices, or texts written.", 1, 2**16)
-    flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
-    flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
-    help_text = "Folder for the results; by default a new one in <first workdir>/downstream, or runs/ for one on gs://."
-    flags.DEFINE_string("output", None, help_text)
-
-
 def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> int:
     """The window of a checkpoint, which is checked to exist and to fit the options before any work."""
     config = checkpoint.load_config(workdir, step)
@@ -184,8 +170,18 @@ def prepare_lm_eval() -> None:
     utils.env.from_string = functools.lru_cache(256)(utils.env.from_string)
 
 
-def main() -> None:
-    define_flags()
+if __name__ == "__main__":
+    flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, comma-separated.", required=True)
+    command_line.define_step()
+    flags.DEFINE_list("shots", ["0", "5"], "Numbers of examples in front of each question.")
+    flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
+    flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
+    flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
+    flags.DEFINE_integer("batch_size", 32, "Sequences scored at once over all devices, or texts written.", 1, 2**16)
+    flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
+    flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
+    help_text = "Folder for the results; by default a new one in <first workdir>/downstream, or runs/ for one on gs://."
+    flags.DEFINE_string("output", None, help_text)
     hosts.define_flags()
 
     def command() -> None:
@@ -194,7 +190,3 @@ def main() -> None:
             run_all(flags.FLAGS)
 
     command_line.run(command)
-
-
-if __name__ == "__main__":
-    main()

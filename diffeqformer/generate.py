@@ -64,13 +64,8 @@ def write(options) -> None:
     model, trained = opened.model, opened.config.model
     if options.solver is not None:
         model = with_solver(model, options.solver, trained)
-    how = dict(
-        key=random_key(options.seed, "sample"),
-        choice=choice,
-        samples=options.samples,
-        num_steps=options.num_steps,
-        sliding_window=options.sliding_window,
-    )
+    how = {"key": random_key(options.seed, "sample"), "choice": choice}
+    how |= {name: getattr(options, name) for name in ("samples", "num_steps", "sliding_window")}
     unknown = sum(opened.tokenizer.encode(text).count(opened.tokenizer.unknown) for text in prompts)
     if unknown and hosts.is_first():
         print(f"the tokenizer doesn't know all of the prompt: {counted(unknown, 'unknown id')}", file=sys.stderr)

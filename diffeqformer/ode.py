@@ -24,7 +24,7 @@ from diffeqformer.console.results import header, markdown_table, results_folder,
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.layers import Context, Linear
-from diffeqformer.inference.perplexity import as_trained, depths_of
+from diffeqformer.inference.perplexity import as_trained, depths_of, plain
 from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
@@ -191,11 +191,6 @@ def observed_order(numbers: list[int], errors: list[float]) -> float | None:
         return None
     steps, errors = np.log(usable[-3:]).T
     return float(-np.polyfit(steps, errors, 1)[0])
-
-
-def plain(perplexity: float) -> str:
-    """A perplexity in a few digits."""
-    return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.3e}"
 
 
 def shown(order: float | None) -> str:

@@ -124,8 +124,7 @@ class OpenedRun:
         ids = list(self.checkpoint.tokenizer.encode(text))
         check_text(self.model, ids, "text")
         tokens, grid = jnp.array([ids]), self.model.grid(self.num_steps)
-        graph, params = split_model(self.model)
-        states, likeliest, probability = _lens(graph, params, weights_at(self.model, self.num_steps), tokens)
+        states, likeliest, probability = _lens(*split_model(self.model), weights_at(self.model, self.num_steps), tokens)
         attention = attention_maps.maps(self.model, tokens, self.num_steps)
         return Trace(
             self._texts(ids),

@@ -20,15 +20,7 @@ from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, we
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
-from diffeqformer.fields.layers import (
-    Context,
-    Linear,
-    at_its_precision,
-    dropout,
-    parameter,
-    precision_in,
-    rows_from,
-)
+from diffeqformer.fields.layers import Context, Linear, at_its_precision, dropout, parameter, precision_in, rows_from
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import divide_generator
 from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, generator_parts, partition

@@ -21,6 +21,8 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
+MEAN_OF_HEADS = functools.partial(jnp.mean, axis=(0, 1))  # of one text's attention [1, H, S, S]
+
 
 def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S G K"]) -> Float[Array, "B H S S"]:
     """The causal attention from each token (rows) to each token (columns), fp32."""
@@ -59,12 +61,7 @@ def maps(
 
     If the solver evaluates the attention several times in a step, the first evaluation is used.
     """
-    graph, params = split_model(model)
-    return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
-
-
-def _mean_of_heads(probabilities: Float[Array, "1 H S S"]) -> Float[Array, "S S"]:
-    return probabilities.mean((0, 1))
+    return _maps(*split_model(model), weights_at(model, num_steps), tokens, summary)
 
 
 def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None) -> Float[np.ndarray, "S"]:
@@ -73,7 +70,7 @@ def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None =
     It assumes that every step keeps half of a state and takes the other half from what its heads attend to on average.
     """
     share = np.eye(len(tokens))[-1]
-    for attended in np.asarray(maps(model, tokens[None], num_steps, _mean_of_heads), np.float64)[::-1]:
+    for attended in np.asarray(maps(model, tokens[None], num_steps, MEAN_OF_HEADS), np.float64)[::-1]:
         share = (share + share @ attended) / 2
     return share
 
@@ -93,10 +90,5 @@ def _input_gradients(graph, params, weights, tokens, target):
 def input_gradients(
     model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None = None
 ) -> Float[np.ndarray, "S"]:
-    """The length of the gradient of log p(target | tokens) with respect to each token's x(0).
-
-    Args:
-        target: the id that comes next.
-    """
-    graph, params = split_model(model)
-    return np.asarray(_input_gradients(graph, params, weights_at(model, num_steps), tokens, target))
+    """The length of the gradient of the next id's log p(target | tokens) with respect to each token's x(0)."""
+    return np.asarray(_input_gradients(*split_model(model), weights_at(model, num_steps), tokens, target))

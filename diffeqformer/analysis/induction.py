@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from diffeqformer.analysis.attention_maps import maps
-from diffeqformer.analysis.report import Section, in_float32, paragraph, table, time_label
+from diffeqformer.analysis.report import Section, in_float32, paragraph, table_of_heads, time_label
 from diffeqformer.analysis.spectra import Spectrum, spectra
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
@@ -80,10 +80,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     scores = induction_scores(model, ids, length, num_steps=num_steps)
     found = spectra(model, times, feed_forward=False)
     even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
-    order = np.argsort(-scores, axis=None)[:5]
-    best = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, scores.shape), strict=True)]
-    values = [scores] + [np.broadcast_to(found[name].positive_share(), scores.shape) for name in ("QK", "OV")]
-    rows = [[f"{times[step]:.4g}", head, *(float(value[step, head]) for value in values)] for step, head in best]
+    shares = {f"{name} positive": np.broadcast_to(found[name].positive_share(), scores.shape) for name in ("QK", "OV")}
     shown = [
         paragraph(
             f"A sequence of {length} different random tokens is repeated once. The score is a head's mean attention "
@@ -91,7 +88,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
             f"{even:.3f}, a perfect induction head 1."
         ),
         figures.as_html(picture(scores, even, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
-        table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),
+        table_of_heads(time_label(model), times, -scores, {"score": scores, **shares}),
     ]
     print(f"induction: the best head scores {scores.max():.3f}; uniform attention {even:.3f}", flush=True)
     numbers = {"length": length, "even": even, "scores": scores.tolist()}

@@ -56,7 +56,6 @@ class LastToken(VectorField):
         return self.field.attention(weights, row, context._replace(attend=attend, position=self.x.shape[1] - 1))
 
     def feed_forward(self, weights: dict, row: Float[Array, "B 1 D"], context: Context) -> Float[Array, "B 1 D"]:
-        """The feed-forward branch."""
         return self.field.feed_forward(weights, row, context)
 
 

@@ -59,12 +59,8 @@ def in_float32(section: Callable) -> Callable:
     return run
 
 
-def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:
-    """Check that a text, from the option `name`, has enough tokens for a section and fits into the model's positions.
-
-    Raises:
-        UserError: if it is too short, or longer than the model has positions.
-    """
+def check_text(model: Transformer, ids: list[int], name: str) -> None:
+    """Check that a text, from the option `name`, has enough tokens for a section and fits into the positions."""
     if not 2 <= len(ids) <= model.max_length:
         raise UserError(
             f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, "
@@ -84,6 +80,14 @@ def paragraph(text: str) -> str:
 def table(header: list[str], rows: list[list]) -> str:
     """An HTML table; numbers have four digits."""
     return f"<table>{_line(header, 'th')}{''.join(_line(row, 'td') for row in rows)}</table>"
+
+
+def table_of_heads(label: str, times: np.ndarray, order: np.ndarray, columns: dict[str, np.ndarray]) -> str:
+    """An HTML table of the five heads and times that come first in an order [T, H], with values [T, H] by column."""
+    rows = []
+    for step, head in zip(*np.unravel_index(np.argsort(order, axis=None)[:5], order.shape), strict=True):
+        rows.append([f"{times[step]:.4g}", int(head), *(float(values[step, head]) for values in columns.values())])
+    return table([label, "head", *columns], rows)
 
 
 def _line(cells: list, tag: str) -> str:

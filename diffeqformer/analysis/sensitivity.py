@@ -13,13 +13,6 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import Transformer, weights_at
 
-MEASURES = (
-    "Lyapunov sensitivity: largest exponent of equation (7)",
-    "total derivative: log of the largest singular value",
-    "attention rollout",
-    "gradient of the prediction's log probability",
-)
-
 
 def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """The characters that each token adds to a text. A character of several tokens belongs to the last of them."""
@@ -41,20 +34,18 @@ def measure(
     Without the first one, if the solver carries more than the state. The last is the gradient of `target`'s.
     """
     measures, arrays = {}, {}
-    lyapunov_sensitivity, total, rollout, gradient = MEASURES
     if model.solver.begin is x_alone:
         arrays["exponents"] = lyapunov.exponents(
             model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
         )
-        measures[lyapunov_sensitivity] = arrays["exponents"].sum(0).max(-1)
+        measures["Lyapunov sensitivity: largest exponent of equation (7)"] = arrays["exponents"].sum(0).max(-1)
     derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
     sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
     with np.errstate(divide="ignore"):
-        measures |= {
-            total: np.log(sizes),
-            rollout: attention_maps.rollout(model, tokens, num_steps),
-            gradient: attention_maps.input_gradients(model, tokens, target, num_steps),
-        }
+        measures["total derivative: log of the largest singular value"] = np.log(sizes)
+    measures["attention rollout"] = attention_maps.rollout(model, tokens, num_steps)
+    gradients = attention_maps.input_gradients(model, tokens, target, num_steps)
+    measures["gradient of the prediction's log probability"] = gradients
     return measures, {**arrays, "derivative_sizes": sizes}
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from scipy.stats import spearmanr
 
 from diffeqformer.analysis.attention_maps import maps
-from diffeqformer.analysis.report import Section, in_float32, paragraph, table, time_label
+from diffeqformer.analysis.report import Section, in_float32, paragraph, table_of_heads, time_label
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
@@ -55,10 +55,7 @@ def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = N
     squares = {"eigenvalues": np.abs(found.eigenvalues) ** 2, "singular values": found.singular_values**2}
     sizes = {name: np.broadcast_to(np.sqrt(each.sum(-1) / width), entropy.shape) for name, each in squares.items()}
     correlations = {name: float(spearmanr(entropy, size, axis=None).statistic) for name, size in sizes.items()}
-    order = np.argsort(entropy, axis=None)[:5]
-    sharpest = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, entropy.shape), strict=True)]
-    values = [entropy, *sizes.values()]
-    rows = [[f"{times[step]:.4g}", head, *(float(value[step, head]) for value in values)] for step, head in sharpest]
+    columns = {"entropy": entropy} | {SIZES[name]: size for name, size in sizes.items()}
     shown = [
         paragraph(
             "The entropy of a head's attention in the text, as a share of uniform attention's: 1 is uniform, 0 has one "
@@ -67,7 +64,7 @@ def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = N
             f"{correlations['singular values']:.2f} for singular values."
         ),
         figures.as_html(picture(entropy, sizes, times, time_label(model)), "entropy of attention"),
-        table([time_label(model), "head", "entropy", *SIZES.values()], rows),
+        table_of_heads(time_label(model), times, entropy, columns),
     ]
     print(f"sharpness: correlation with the eigenvalues of QK {correlations['eigenvalues']:.2f}", flush=True)
     numbers = {"entropy": entropy.tolist(), "correlation": correlations}

@@ -180,11 +180,7 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str):
 
 @in_float32
 def section(
-    opened: Checkpoint,
-    *,
-    num_steps: int | None = None,
-    times: int | None = None,
-    feed_forward: bool = True,
+    opened: Checkpoint, *, num_steps: int | None = None, times: int | None = None, feed_forward: bool = True
 ) -> Section:
     """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
 

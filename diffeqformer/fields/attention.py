@@ -36,9 +36,7 @@ def splash(
 
     _, sequence, heads, width = query.shape
     block = next(size for size in BLOCKS if sequence % size == 0)
-    sizes = {
-        name: block for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    }
+    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
     minor = splash_attention.QKVLayout.SEQ_MINOR  # positions along the lanes (`layers.heads_by_position`)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((sequence, sequence))] * heads),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from diffeqformer.fields.field import Block, head_width_of
 from diffeqformer.fields.layers import Context, Linear, Norm, dropout, layer_norm, linear
+from diffeqformer.fields.rotary import Rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class GPT(Block):
     branch's output, as in the authors' code (which never applies its attention dropout).
 
     tanh_gelu: GELU in its approximate form, with tanh.
+    rotary: the rotations of queries and keys, if there are any.
     """
 
     width: int
@@ -33,6 +35,7 @@ class GPT(Block):
     embedding_stddev: ClassVar[float] = 0.02
     generator_decays: ClassVar[bool] = False
     tanh_gelu: ClassVar[bool] = True
+    rotary: ClassVar[Rotary | None] = None
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "GPT":
@@ -45,10 +48,8 @@ class GPT(Block):
         return self.heads
 
     def layers(self) -> dict[str, Linear | Norm]:
-        """Name, shape and logical axes of every weight of the block.
-
-        The outputs of `qkv` are ordered [head, (query, key, value), head width], so that a
-        contiguous part of them holds whole heads.
+        """The outputs of `qkv` are ordered [head, (query, key, value), head width], so that a contiguous part of them
+        holds whole heads.
         """
         inner = self.heads * self.head_width
         return {
@@ -61,14 +62,15 @@ class GPT(Block):
         }
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """The attention branch F of equation (4), its norm included."""
         y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
-        mixed = context.attend(*context.make_heads(weights["qkv"], y, self.head_width, parts=3))
+        query, key, value = context.make_heads(weights["qkv"], y, self.head_width, parts=3)
+        if self.rotary:
+            query, key = (self.rotary.rotate(part, context.position) for part in (query, key))
+        mixed = context.attend(query, key, value)
         out = linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total)
         return dropout(out, context, site=0)
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """The feed-forward branch G of equation (5), its norm included."""
         y = layer_norm(weights["norm_mlp"], x, self.epsilon, weights["mlp_up"]["kernel"].dtype)
         hidden = jax.nn.gelu(linear(weights["mlp_up"], y), approximate=self.tanh_gelu)
         return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)

@@ -39,14 +39,9 @@ class Llama(Block):
     """dx/dt = attention(n; t) + feed_forward(norm_mlp(n; t); t) with n = norm_attention(x; t).
 
     Section C.6 of the paper. The second norm reads the first one's output, as in the authors' code. Without
-    `norm_of_norm` it reads x, like the first.
+    `norm_of_norm` it reads x, like the first. Whole heads are rotated.
 
-    Args:
-        width, heads, key_value_heads, head_width, mlp: D, H, G, K, F; K must be even.
-        rotary: the rotations of queries and keys, of whole heads.
-        epsilon, final_epsilon: of the block's norms, and of the final norm.
-        shift: whether the block's norms have a shift.
-        biases: the linear layers that have one.
+    epsilon, shift: of the block's norms, but not of the final one.
     """
 
     width: int
@@ -98,7 +93,6 @@ class Llama(Block):
         return 0.02 if self.tied_head else 1.0
 
     def layers(self) -> dict[str, Linear | Norm]:
-        """Name, shape and logical axes of every weight of the block."""
         mixed, shared = self.heads * self.head_width, self.key_value_heads * self.head_width
         layers = {
             "norm_attention": Norm(self.width, self.shift),
@@ -115,7 +109,6 @@ class Llama(Block):
         return layers | {name: dataclasses.replace(layers[name], bias=False) for name in without}
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
         [query], [key], [value] = (
             context.make_heads(weights[name], y, self.head_width) for name in ("query", "key", "value")

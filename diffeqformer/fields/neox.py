@@ -10,11 +10,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxtyping import Array, Float
-
 from diffeqformer.fields.field import head_width_of
 from diffeqformer.fields.gpt import GPT
-from diffeqformer.fields.layers import Context, dropout, layer_norm, linear
 from diffeqformer.fields.rotary import Rotary
 
 
@@ -49,11 +46,3 @@ class NeoX(GPT):
     @property
     def rotated(self) -> int:
         return self.rotary.rotated
-
-    def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """The attention branch, its norm included."""
-        y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
-        query, key, value = context.make_heads(weights["qkv"], y, self.head_width, parts=3)
-        query, key = (self.rotary.rotate(part, context.position) for part in (query, key))
-        mixed = context.attend(query, key, value).reshape(*x.shape[:2], -1)
-        return dropout(linear(weights["attention_out"], mixed, context.total), context, site=0)

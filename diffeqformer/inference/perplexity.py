@@ -140,6 +140,11 @@ def heading(results: dict) -> str:
     )
 
 
+def plain(number: float, digits: int = 2) -> str:
+    """A perplexity, or another number in a table of them, with some digits after the point unless it is large."""
+    return f"{number:,.{digits}f}" if number < 1e5 else f"{number:.3e}"
+
+
 def table(results: dict) -> str:
     """The results in Markdown."""
     first = results["rows"][0]
@@ -148,11 +153,8 @@ def table(results: dict) -> str:
     sizes = sizes or [f"{first['paper_tokens']:,} tokens"]
     rows = []
     for row in results["rows"]:
-        cells = [row["solver"], str(row["num_steps"])]
-        for name in columns[2:]:
-            digits = 4 if name == "bits_per_byte" else 2
-            cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
-        rows.append(cells)
+        cells = [plain(row[name], 4 if name == "bits_per_byte" else 2) for name in columns[2:]]
+        rows.append([row["solver"], str(row["num_steps"]), *cells])
     lines = [heading(results), f"{', '.join(sizes)} ({results['tokenizer']})", ""]
     lines.append(markdown_table([COLUMNS[name] for name in columns], rows))
     if lost := describe_lost(results["unknown_tokens"], results["altered_documents"]):

@@ -27,7 +27,6 @@ from diffeqformer.inference.reader import (
     replace_text,
     split_reader,
 )
-from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
 MOST = 256  # tokens that are written if no number is given
@@ -175,13 +174,7 @@ def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
 
 
 def continue_prompts(
-    reader: Reader,
-    max_length: int,
-    prompts: Sequence[list[int]],
-    *,
-    count: int,
-    keys: Key[Array, "B"],
-    choice: Choice,
+    reader: Reader, max_length: int, prompts: Sequence[list[int]], *, count: int, keys: Key[Array, "B"], choice: Choice
 ) -> Iterator[np.ndarray]:
     """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
 
@@ -194,7 +187,10 @@ def continue_prompts(
     begun = np.array([len(prompt) for prompt in prompts], np.int32)
     alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
     length = positions_for(max(map(len, seen)) + count, max_length)
-    read = functools.partial(_read, reader, length)
+
+    def read(ids):
+        return read_prompt(reader, padded_prompt(ids, length), len(ids))
+
     logits, cache = of_text = read(seen[0])
     if len(seen) > 1:
         logits = jnp.repeat(logits, len(seen), axis=0)
@@ -216,10 +212,6 @@ def continue_prompts(
         token = choose_next(logits, keys, begun + written, choice)
         yield now
     yield checked(token)
-
-
-def _read(reader: Reader, length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
-    return read_prompt(reader, padded_prompt(ids, length), len(ids))
 
 
 class Text:

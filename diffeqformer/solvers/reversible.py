@@ -106,8 +106,7 @@ def last_pair(
     Args:
         increments: (dt, step, keys) -> forth and back in a step, counted from 0: (layers, x) -> increment.
         at_nodes: (layers, constant) -> the layers at the solver's nodes.
-        stacked: the layers of all steps, with a leading axis L. Each step's gradient is written once.
-        constant: what is the same in all steps.
+        stacked, constant: see `checkpointing.last_state`.
     """
 
     def body(pair, inputs):

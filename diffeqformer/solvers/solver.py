@@ -187,11 +187,9 @@ def walk(
     def body(carry, inputs):
         state, cache = carry
         step, dt, layers = inputs
-        attend = None
-        if cache is not None:
-            attend = CachedAttention(cache, step * solver.evaluations, context.position)
+        attend = cache and CachedAttention(cache, step * solver.evaluations, context.position)
         state = steps.advance(state, layers, whole, step, dt, context.keys, attend)
-        return (state, None if cache is None else attend.cache), solver.read(state) if trajectory else None
+        return (state, attend and attend.cache), solver.read(state) if trajectory else None
 
     numbers = jnp.arange(len(weights.step_sizes))
     (state, cache), states = jax.lax.scan(body, (state, cache), (numbers, weights.step_sizes, layers))

@@ -71,7 +71,7 @@ class ShardedLoss:
         self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
         self.trains, self.precision, self.teacher = model.trains, model.precision, teacher
         self.param_specs = partition_specs(model)
-        self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
+        self.other_specs = without_depth(self.param_specs)
         self.generator_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
         self.layer_specs = self.step_specs = layer_specs(model, ROWS)
         if not model.depth.constant:  # a step has no axis of time
@@ -96,8 +96,6 @@ class ShardedLoss:
         teacher_state: PyTree = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
-
-        With `kernels`, it has `Factors` in the place of each P.
 
         The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
         other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that

@@ -231,7 +231,7 @@ class Optimizer:
             decay = config.weight_decay if self.decays[path] else 0.0
             constants = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon, "weight_decay": decay}
             new = self.projections.update(
-                name, gradient[path], *(leaves[path] for leaves in state), scalars, **constants
+                name, gradient[path], [leaves[path] for leaves in state], scalars, **constants
             )
             for leaves, leaf in zip(found, new):
                 leaves[path] = leaf

@@ -5,7 +5,7 @@ as a part of the update on TPUs. Elsewhere XLA stores dP.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -120,17 +120,15 @@ class Projections:
         self,
         name: str,
         factors: Factors,
-        projection: Float[Array, "inputs E outputs"],
-        mean: Float[Array, "inputs E outputs"],
-        variance: Float[Array, "inputs E outputs"],
+        state: Sequence[Float[Array, "inputs E outputs"]],
         scalars: Float[Array, "4"],
         **adamw: float,
     ) -> tuple[Array, Array, Array]:
-        """P and its moments after an update by the kernel (see `kernels.generator.update`)."""
+        """P and its moments, which are the `state`, after an update by the kernel (`kernels.generator.update`)."""
         from diffeqformer.kernels.generator import update
 
         update_here = functools.partial(update, **self.how, **adamw)
         place, made = self.specs[name]["projection"], self.generator_specs[name]["kernel"]
         places = EVERYWHERE, made, place, place, place, EVERYWHERE
         on_devices = on_each_device(self.mesh, update_here, places, (place, place, place))
-        return on_devices(factors.h, factors.d_kernel, projection, mean, variance, scalars)
+        return on_devices(factors.h, factors.d_kernel, *state, scalars)

@@ -28,7 +28,7 @@ from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.depth.depths import chunk_length, chunk_lengths, longest_grid
 from diffeqformer.errors import UserError, counted, out_of_memory, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.memory import bytes_of_program, free_bytes, gigabytes, size_of
+from diffeqformer.parallel.memory import bytes_of, bytes_of_program, free_bytes, gigabytes, size_of
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
 from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary, vector_field
@@ -159,7 +159,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     if states_kept:
         x = jax.ShapeDtypeStruct((examples, config.sequence_length, model.width), jnp.float32)
         kept = jax.eval_shape(abstract_model(config).solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
-        stored = states_kept * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+        stored = states_kept * bytes_of(kept)
     else:
         stored = bytes_of_loops(program, num_steps, model.remat).stored
     vocabulary = padded_vocabulary(model)
@@ -207,23 +207,19 @@ def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
     traced = program.train_step.trace(program.state_shapes, tokens, num_steps, *program.teacher_shapes).jaxpr.jaxpr
     steps = longest_grid(config.model, num_steps)
     found = [scan for scan in scans(traced) if scan.params["length"] == steps]
-    written = {scan: size(stacked(scan.outvars, scan.params["jaxpr"].out_avals)) for scan in found}
+    written = {scan: bytes_by_step(scan.outvars, scan.params["jaxpr"].out_avals) for scan in found}
     # Parts of the loss can be as many as steps, but write less.
     forward, backward = (
         max((scan for scan in found if scan.params["reverse"] == reverse), key=written.get) for reverse in (False, True)
     )
-    read = size(stacked(forward.invars, forward.params["jaxpr"].in_avals))
+    read = bytes_by_step(forward.invars, forward.params["jaxpr"].in_avals)
     return Loops(read, written[forward], written[backward])
 
 
-def stacked(variables: list, in_a_step: list) -> list:
-    """The arrays with a row for each step of a scan. What steps share or hand on has the same shape inside."""
-    return [outside for outside, inside in zip(variables, in_a_step) if outside.aval.shape != inside.shape]
-
-
-def size(variables: list) -> int:
-    """The bytes of traced arrays."""
-    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
+def bytes_by_step(variables: list, in_a_step: list) -> int:
+    """The bytes of arrays with a row for each step of a scan. What steps share or hand on has the same shape inside."""
+    arrays = (variable.aval for variable in variables)
+    return bytes_of([array for array, inside in zip(arrays, in_a_step) if array.shape != inside.shape])
 
 
 def scans(jaxpr) -> Iterator:

@@ -67,7 +67,6 @@ def faults_of(path: pathlib.Path) -> list[Fault]:
 
 
 def drawn(count: int, seed: int) -> list[Fault]:
-    """Some faults of the package."""
     faults = [fault for path in sorted((ROOT / "diffeqformer").rglob("*.py")) for fault in faults_of(path)]
     random.Random(seed).shuffle(faults)
     return list(itertools.islice(filter(Fault.is_python, faults), count))

@@ -48,7 +48,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
         found = spectra(model, model.grid().ends)
         np.testing.assert_allclose(arrays["spectra/OV/singular_values"], found["OV"].singular_values, rtol=1e-3)
     measures = numbers["sensitivity"]["measures"]
-    assert len(measures) == 4 and all(len(values) == len(tokens) for values in measures.values())
+    assert all(len(values) == len(tokens) for values in measures.values())
     largest = measures["Lyapunov sensitivity: largest exponent of equation (7)"]
     assert largest == pytest.approx(added.sum(0).max(-1).tolist())
     assert sum(measures["attention rollout"]) == pytest.approx(1)
@@ -56,13 +56,12 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     assert len(numbers["flow"]["exponents"]) == 4 and len(numbers["clustering"]["states"]) == model.num_steps + 1
 
 
-def opened_model(kind, field="gpt", **changes):
+def opened_model(monkeypatch, kind, field="gpt", **changes):
+    """A checkpoint, which `analyze` opens."""
     model, config = lively_model(kind, field, vocab_size=257, **changes), toy_config(kind, field)
-    return checkpoint.Checkpoint(1, config, model, ByteTokenizer(), checkpoint.About({}, "bytes"))
-
-
-def open_instead(opened, monkeypatch):
+    opened = checkpoint.Checkpoint(1, config, model, ByteTokenizer(), checkpoint.About({}, "bytes"))
     monkeypatch.setattr(analyze.checkpoint, "load", lambda *_, **__: opened)
+    return opened
 
 
 def options_of(**changes):
@@ -82,7 +81,7 @@ def options_of(**changes):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(kind, changes, sentence, monkeypatch, tmp_path):
-    open_instead(opened_model(kind), monkeypatch)
+    opened_model(monkeypatch, kind)
     with pytest.raises(UserError, match=sentence):
         analyze.analyze(options_of(output=str(tmp_path / "out"), **changes))
     assert not (tmp_path / "out").exists()
@@ -97,7 +96,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(kind, changes, sen
     ],
 )
 def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypatch, tmp_path):
-    open_instead(opened_model(kind, field, num_steps=2, **changes), monkeypatch)
+    opened_model(monkeypatch, kind, field, num_steps=2, **changes)
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), parts=parts))  # the default text, of 16 tokens
     assert [section.name for section in done] == parts
     page = (tmp_path / "out" / "report.html").read_text()
@@ -110,23 +109,21 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypat
 @pytest.mark.long
 def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     """A model in bfloat16 is analyzed in fp32 and not modified."""
-    opened = opened_model("diffeqformer", dtype="bfloat16")
-    open_instead(opened, monkeypatch)
+    opened = opened_model(monkeypatch, "diffeqformer", dtype="bfloat16")
     (tmp_path / "text.txt").write_text("some text\n")
-    changes = {"times": 12, "feed_forward": False, "published_pairing": True, "num_steps": 3}
+    changes = {"times": 18, "feed_forward": False, "published_pairing": True, "num_steps": 3}
     files = {"text_file": str(tmp_path / "text.txt"), "output": str(tmp_path / "out")}
     spectral, sensitive = analyze.analyze(options_of(**changes, **files, parts=["sensitivity", "spectra"]))
-    assert spectral.arrays["OV/eigenvalues"].shape == (12, 4, 8)
-    assert {*spectral.numbers} == {"times", "QK", "OV"}
-    assert opened.model.dtype == jnp.bfloat16
+    assert {*spectral.numbers} == {"times", "QK", "OV"} and opened.model.dtype == jnp.bfloat16
     model = opened.model.replace(dtype=jnp.dtype(jnp.float32))
+    expected = spectra(model, model.grid(6).ends, feed_forward=False)["OV"].singular_values  # at every third time
+    np.testing.assert_allclose(spectral.arrays["OV/singular_values"][2::3], expected, rtol=1e-4)
     expected = lyapunov.exponents(model, jnp.asarray(ByteTokenizer().encode("some text")), 3, published=True)
     np.testing.assert_allclose(sensitive.arrays["exponents"], expected, atol=1e-5)
 
 
-def test_sections_are_of_the_depth_that_is_asked_for():
-    """Those of a model that was made for it."""
-    opened = opened_model("diffeqformer")
+def test_sections_are_of_the_depth_that_is_asked_for(monkeypatch):
+    opened = opened_model(monkeypatch, "diffeqformer")
     made_for_it = dataclasses.replace(opened, model=opened.model.replace(num_steps=3))
     parts = {"spectra": {"feed_forward": False}, "sensitivity": {}, "flow": {"flow": 2}, "clustering": {}}
     for part, options in {**parts, "induction": {}}.items():
@@ -140,19 +137,13 @@ def test_sections_are_of_the_depth_that_is_asked_for():
         assert part != "induction" or found.html == expected.html  # with shares of the spectra
 
 
-def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
+def test_pieces_are_what_tokens_add_to_the_text_and_readable_ones_can_make_one(sentencepiece_file):
     assert sensitivity.text_pieces(ByteTokenizer(), [*"aé€".encode(), 7]) == ["a", "", "é", "", "", "€", "\a"]
-    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
-    pieces = sensitivity.text_pieces(tokenizer, tokenizer.encode("A cat sees the red thing."))
-    assert "".join(pieces) == "A cat sees the red thing." and " sees" in pieces
-
-
-def test_tokens_that_a_text_can_consist_of(sentencepiece_file):
-    ids = induction.readable_ids(ByteTokenizer())
-    assert set(ids) == {*b"\n\t", *range(32, 127)}
-    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
-    ids = induction.readable_ids(tokenizer)
-    assert tokenizer.end_of_text not in ids and set(tokenizer.encode("A cat sees")) <= set(ids)
+    assert {*induction.readable_ids(ByteTokenizer())} == {*b"\n\t", *range(32, 127)}
+    tokenizer, text = SentencePieceTokenizer.open(str(sentencepiece_file)), "A cat sees the red thing."
+    pieces, ids = sensitivity.text_pieces(tokenizer, tokenizer.encode(text)), induction.readable_ids(tokenizer)
+    assert "".join(pieces) == text and " sees" in pieces
+    assert tokenizer.end_of_text not in ids and {*tokenizer.encode(text)} <= {*ids}
 
 
 def test_what_json_does_not_know_is_null(tmp_path):
@@ -160,14 +151,14 @@ def test_what_json_does_not_know_is_null(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1.0, None, [None]], "b": "x", "c": None}
 
 
-@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
-def test_maps_are_the_attention_that_mixes_values(kind, field):
+@pytest.mark.parametrize("kind, field, shared", [("diffeqformer", "gpt", 4), ("llama", "llama", 2)])
+def test_maps_are_the_attention_that_mixes_values(kind, field, shared):
     """Measured from outside: with one-hot values, the mixed values are the attention."""
-    model = lively_model(kind, field, num_steps=2)
+    model = lively_model(kind, field, num_steps=2, key_value_heads=shared)
     found = attention_maps.maps(model, TOKENS[None])
     assert found.shape == (2, 1, 4, 8, 8) and np.allclose(found.sum(-1), 1, atol=1e-5)
     assert not np.triu(np.asarray(found), 1).any() and np.ptp(np.asarray(found)[..., -1, :]) > 0.05
-    one_hot = jnp.tile(jnp.eye(8)[None, :, None], (1, 1, 4, 1))
+    one_hot = jnp.tile(jnp.eye(8)[None, :, None], (1, 1, shared, 1))
     states, seen = model.trajectory(TOKENS[None], weights_at(model)), []
 
     def attend(query, key, value):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import traverse_util
-from huggingface import CONFIGS, LLAMA3, arrays_of, write_folder
+from huggingface import CONFIGS, arrays_of, write_folder
 from jaxtyping import Array
 from safetensors.numpy import save_file
 
@@ -88,18 +88,13 @@ def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
     assert {str(array.dtype) for array in found.values()} == {"float32"}
 
 
-LENGTH = "original_max_position_embeddings"
-
-
 @pytest.mark.parametrize(
     "architecture, given, expected",
     [
         ("Llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": "", "biases": "none", "tied_head": False}),
         ("Llama", {"rope_theta": 5, "rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None}, {"rope_theta": 5.0}),
-        ("Llama", {"rope_scaling": LLAMA3 | {LENGTH: 8192}}, {"rope_scaling": "8.0,1.0,4.0,8192"}),
         ("Llama", {"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16}, {"head_width": 16, "num_steps": 32}),
         ("Llama", {"head_dim": 128, "num_key_value_heads": 32}, {"head_width": 0, "key_value_heads": 0}),
-        ("Llama", {"attention_bias": True, "mlp_bias": True}, {"biases": "all"}),
         ("Mistral", {"sliding_window": None}, {"key_value_heads": 8, "mlp": 14_336, "norm_epsilon": 1e-6}),
         ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 4096}, {"biases": "qkv", "tied_head": True}),
         ("GPT2", {"n_inner": None}, {"mlp": 3072, "norm_epsilon": 1e-5}),

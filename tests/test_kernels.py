@@ -33,7 +33,6 @@ def layer(shape: tuple[int, int, int, int], dtype: str) -> tuple[jax.Array, ...]
 
 
 def exact(pattern: str, *arrays) -> np.ndarray:
-    """An einsum in float64."""
     return np.einsum(pattern, *(np.asarray(array, np.float64) for array in arrays), optimize=True)
 
 

@@ -33,7 +33,6 @@ def of_layers(model, kept):
 
 
 def test_fewer_steps_leave_out_layers_in_order():
-    """4 of 6 layers compute what a model of those 4 computes."""
     model = lively_model("llama", left_out="2,5,0", vocab_size=257)
     assert left_out_layers("") == () and left_out_layers("2,5, 0") == (2, 5, 0)
     for kept in ([0, 1, 3, 4, 5], [0, 1, 3, 4], [1, 3, 4]):

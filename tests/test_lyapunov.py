@@ -33,7 +33,6 @@ def test_the_authors_pairing_gives_the_authors_numbers(name, last, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("kind, field, solver", [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun")])
 def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver, monkeypatch):
-    """For each step, and for all of them in sequence."""
     model = lively_model(kind, field, num_steps=3, width=16, heads=2, mlp=16, solver=solver)
     weights, nodes = weights_at(model), len(model.solver.nodes)
     states = model.trajectory(TOKENS[None], weights)[:, 0]

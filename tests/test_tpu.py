@@ -19,7 +19,6 @@ GIB = 2**30
 
 
 def said_by(*command: str) -> str:
-    """The output of a Python command."""
     command = [sys.executable, *command]
     environment = {**os.environ, "XLA_FLAGS": ""}  # without the tests' own
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -29,7 +28,6 @@ def said_by(*command: str) -> str:
 
 
 def planned(folder: pathlib.Path, *options: str, programs: str = "train") -> dict:
-    """The plan that the command writes."""
     said_by("-m", "diffeqformer.plan", *options, f"--programs={programs}", f"--json={folder}/plan.json")
     return json.loads((folder / "plan.json").read_text())
 

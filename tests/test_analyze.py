@@ -1,7 +1,6 @@
 """The report on a checkpoint: all of its parts, and invalid options. Attention, clusters: results known in advance."""
 
 import dataclasses
-import functools
 import json
 import re
 import types
@@ -33,27 +32,22 @@ PARTS = [name for name, analysis in analyze.ANALYSES.items() if analysis.by_defa
 
 @pytest.mark.long
 def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
-    done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & $_$ a", "--flow=4")
+    out = tmp_path / "out"
+    done = command("analyze", "--workdir", run, "--output", out, "--text=a <b> & $_$ a", "--flow=4")
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (out / "report.html").read_text()
     sources = re.findall(r'(?:src|href|data)="?([^" >]*)', page)
     assert len(sources) == 7 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "a &lt;b&gt; &amp; $_$ a" in page and "<b>" not in page and "url(" not in page and "@import" not in page
-    numbers = json.loads((tmp_path / "out" / "results.json").read_text())
-    model = checkpoint.load(run).model
-    tokens = np.asarray(ByteTokenizer().encode("a <b> & $_$ a"))
-    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
-        added = arrays["sensitivity/exponents"]
-        np.testing.assert_allclose(added, lyapunov.exponents(model, jnp.asarray(tokens)), atol=1e-3)
-        found = spectra(model, model.grid().ends)
-        np.testing.assert_allclose(arrays["spectra/OV/singular_values"], found["OV"].singular_values, rtol=1e-3)
-    measures = numbers["sensitivity"]["measures"]
-    assert all(len(values) == len(tokens) for values in measures.values())
+    numbers, arrays = json.loads((out / "results.json").read_text()), np.load(out / "arrays.npz")
+    measures, added = numbers["sensitivity"]["measures"], arrays["sensitivity/exponents"]
+    assert all(len(values) == 13 for values in measures.values())
     largest = measures["Lyapunov sensitivity: largest exponent of equation (7)"]
     assert largest == pytest.approx(added.sum(0).max(-1).tolist())
     assert sum(measures["attention rollout"]) == pytest.approx(1)
-    np.testing.assert_allclose(numbers["spectra"]["QK"]["radius"], found["QK"].radius(), rtol=1e-3)
-    assert len(numbers["flow"]["exponents"]) == 4 and len(numbers["clustering"]["states"]) == model.num_steps + 1
+    values = np.abs(arrays["spectra/QK/eigenvalues"][..., 0])
+    np.testing.assert_allclose(numbers["spectra"]["QK"]["radius"], values, rtol=1e-6)
+    assert len(numbers["flow"]["exponents"]) == 4 and len(numbers["clustering"]["states"]) == 7
 
 
 def opened_model(monkeypatch, kind, field="gpt", **changes):
@@ -224,17 +218,6 @@ def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
         assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
 
 
-def closest(degree: int, equal_total: bool = False) -> float:
-    """The lower quartile of the last distances, relative to the root mean square, averaged over draws."""
-    last = simulate(degree, equal_total=equal_total, draws=100)[:, -1]
-    return np.mean([relative_distances(x[None])[0][0, 1] for x in last])
-
-
-def test_growing_weights_gather_particles_as_constant_ones_do_if_their_totals_are_equal():
-    constant, growing, with_equal_totals = closest(0), closest(3), closest(3, equal_total=True)
-    assert growing > 1.3 * constant and with_equal_totals == pytest.approx(constant, rel=0.12)
-
-
 def test_relative_distances_see_clusters_but_neither_size_nor_place():
     random = np.random.RandomState(1)
     swarm = random.randn(60, 3)
@@ -249,11 +232,12 @@ def test_relative_distances_see_clusters_but_neither_size_nor_place():
     assert quantiles[0, 2] == pytest.approx(np.median(pairs) / sizes[0])
 
 
-def test_the_report_draws_the_simulation_with_its_control(monkeypatch):
-    monkeypatch.setattr(simulation, "DRAWS", 2)
-    monkeypatch.setattr(simulation, "simulate", functools.partial(simulate, particles=4, steps=40))
+def test_growing_weights_gather_particles_as_constant_ones_do_if_their_totals_are_equal(monkeypatch):
+    """By the lower quartile of the last distances, relative to the root mean square."""
+    monkeypatch.setattr(simulation, "SHOWN_EVERY", 200)
     found = simulation.section(mock.Mock(checkpoint.Checkpoint))
-    assert found.html.count("<img") == 2 and found.arrays["equal_end/constant/paths"].shape == (41, 4, 3)
-    kinds = [kind for kind in found.numbers if kind.startswith("equal")]
-    assert len({str(found.numbers[kind]["constant"]) for kind in kinds}) == 1
-    assert len({str(found.numbers[kind]["degree 3"]) for kind in kinds}) == 2
+    assert found.html.count("<img") == 2 and found.arrays["equal_end/constant/paths"].shape == (201, 40, 3)
+    (constant, growing), (same, with_equal_totals) = (
+        [found.numbers[kind][name][1] for name in ("constant", "degree 3")] for kind in ("equal_end", "equal_total")
+    )
+    assert growing > 1.3 * constant and with_equal_totals == pytest.approx(same, rel=0.12) and same == constant

@@ -3,6 +3,7 @@
 import json
 import types
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,7 @@ from diffeqformer.huggingface import model_folder as folders
 from diffeqformer.huggingface.model_folder import INDEX, tokenizer_files
 from diffeqformer.huggingface.pretrained import difference, open_pretrained
 from diffeqformer.import_model import import_model
+from diffeqformer.transformer import split_model
 from helpers import forward, write_tokenizer_json
 from newcomer import gpt2_files
 from runs import command
@@ -87,9 +89,10 @@ def test_weights_are_rounded_and_cut_into_files(dtype, tmp_path, monkeypatch):
     with safetensors.safe_open(tmp_path / "folder" / files[0], framework="numpy") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert f" tensors of {dtype[0].upper()}" in said and f" and {len(files)} files" in said
-    embedding = open_pretrained(tmp_path / "folder").model().token_embedding[...]
-    rounded = params["token_embedding"].astype(getattr(ml_dtypes, dtype, dtype))
-    np.testing.assert_array_equal(embedding, np.float32(rounded))
+    found = split_model(open_pretrained(tmp_path / "folder").model())[1]  # in fp32
+    expected = jax.tree.map(lambda leaf: np.float32(leaf.astype(getattr(ml_dtypes, dtype, dtype))), params)
+    for name in ("token_embedding", "final_norm"):
+        jax.tree.map(np.testing.assert_array_equal, found[name], expected[name])
 
 
 def test_a_tokenizer_gives_the_same_ids_as_a_tokenizer_json(tmp_path, sentencepiece_file):
@@ -165,14 +168,14 @@ def test_the_card_has_what_was_measured_at_this_depth_alone(tmp_path, monkeypatc
         row = {"solver": solver, "num_steps": 4, "bits_per_byte": bits}
         results = {"checkpoint_step": step, "text": "poem", "dtype": "float32", "window": 16, "rows": [row]}
         (folder / "results.json").write_text(json.dumps(results))
-    validated = "the run's validation text | {}, read in float32 |"
-    of_poem = "poem | 3.2500, read in float32 in windows of 16 tokens |"
-    expected = {6: validated.format("2.5000"), 3: validated.format("2.7500"), 4: of_poem}
-    for number, said in expected.items():
-        export(tmp_path / "run", tmp_path / str(number), number)
-        card = (tmp_path / str(number) / "README.md").read_text()
+    opened = checkpoint.load(tmp_path / "run")
+    for number, said in (
+        (6, "the run's validation text | 2.5000, read in float32 |"),
+        (3, "the run's validation text | 2.7500, read in float32 |"),
+        (4, "poem | 3.2500, read in float32 in windows of 16 tokens |"),
+    ):
+        card = command_of_export.model_card(tmp_path / "run", opened, number, "says", 0.0)
         assert card.count("bits per byte") == 1 and f"| bits per byte of {said}" in card
-        assert f"{number} steps by lie_trotter; trained in 6 by lie_trotter" in card
 
 
 def test_the_commands_import_and_export(tmp_path):

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from huggingface import CONFIGS, arrays_of, write_folder, write_run
+from huggingface import CONFIGS, LLAMA3, arrays_of, write_folder, write_run
 from safetensors.numpy import load_file
 from test_tokenizers import TEXTS
 
@@ -19,11 +19,12 @@ from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, HuggingFa
 from diffeqformer.errors import UserError
 from diffeqformer.export import export
 from diffeqformer.huggingface import model_folder as folders
+from diffeqformer.huggingface.architectures import write_model
 from diffeqformer.huggingface.model_folder import INDEX, tokenizer_files
 from diffeqformer.huggingface.pretrained import difference, open_pretrained
 from diffeqformer.import_model import import_model
 from diffeqformer.transformer import split_model
-from helpers import forward, write_tokenizer_json
+from helpers import forward, toy_config, write_tokenizer_json
 from newcomer import gpt2_files
 from runs import command
 
@@ -76,6 +77,15 @@ def test_a_model_of_any_kind_comes_back_as_a_baseline(kind, field, num_steps, ch
     run, back = checkpoint.load(tmp_path / "run").model.replace(dtype=jnp.dtype("float32")), found.model()
     ours = np.asarray(forward(run, tokens, num_steps))[..., :257]
     assert difference(np.asarray(forward(back, tokens)), ours) < 2e-5
+
+
+def test_rotations_are_written_as_transformers_nests_them():
+    """Since version 5. Earlier ones know the flat fields, which come back above."""
+    written = write_model(toy_config("llama", "llama", **OF_LLAMA).model)["rope_parameters"]
+    assert written == LLAMA3 | {"original_max_position_embeddings": 16, "rope_theta": 10_000.0}
+    changes = dict(model__solver="euler", model__rotary_fraction=0.5, model__rope_theta=500.0)
+    written = write_model(toy_config("neox", "neox", **changes).model)["rope_parameters"]
+    assert written == {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

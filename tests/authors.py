@@ -57,7 +57,6 @@ def model_config(kind: str, field: str | None = None, **changes) -> ConfigDict:
 
 
 def build(config: ConfigDict, params: dict) -> Transformer:
-    """The model of a config with given parameters."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
     return nnx.merge(graph, jax.device_put(params))
 

@@ -20,21 +20,14 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from absl import flags  # noqa: E402
 
 pytest_plugins = ["fake_cloud"]  # whose fixtures two modules share
 lower_in_one_context()
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
 if PLATFORMS == "cpu":
     # What is imported under the hook can't take its byte code from the usual files, so these come before it.
-    for name in (
-        "beartype",
-        "clu.metrics",
-        "flax.nnx",
-        "lm_eval.api.model",
-        "optax",
-        "orbax.checkpoint",
-        "tensorboardX",
-    ):
+    for name in "beartype clu.metrics flax.nnx lm_eval.api.model optax orbax.checkpoint tensorboardX".split():
         importlib.import_module(name)
     jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 
@@ -144,8 +137,6 @@ def short_stores(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """The folder of a run with a checkpoint: an untrained byte-level model with large random weights."""
-    import jax.numpy as jnp
-
     from diffeqformer.checkpoints import checkpoint
     from helpers import drawn, toy_config
 
@@ -153,10 +144,9 @@ def run(tmp_path_factory):
     params = drawn(config.model)[1]
     params["depth"]["layers"]["qkv"]["constant"] += 0.3
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    state = {"params": params, "step": jax.numpy.int32(12), "optimizer": jax.numpy.zeros(99_999)}
     with checkpoint.open_to_write(workdir, kept=1) as checkpoints:
-        checkpoint.save(
-            checkpoints, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about
-        )
+        checkpoint.save(checkpoints, 12, state, about)
     return workdir
 
 
@@ -166,8 +156,6 @@ def script(monkeypatch):
 
     Keywords are functions that stand in for those of common.py.
     """
-    from absl import flags
-
     from helpers import ROOT
 
     folder, known = ROOT / "experiments", set(flags.FLAGS)

@@ -4,11 +4,9 @@ On CPUs, compilation takes most of the tests' time. So optimize nothing and use 
 isn't split into parts to be compiled in parallel: that costs more than it gains.
 """
 
-import functools
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable
 
 PLATFORMS = os.environ.get("TEST_PLATFORMS", "cpu")  # "cuda,cpu" in `make test-gpu`
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -23,13 +21,6 @@ CONTEXTS = threading.local()
 """Has the MLIR context of a thread, which keeps all that it has seen. Cleared, the next program begins another."""
 
 
-def context_of_thread(new_context: Callable):
-    """The context of this thread."""
-    if not vars(CONTEXTS):
-        CONTEXTS.context = new_context()
-    return CONTEXTS.context
-
-
 def lower_in_one_context() -> None:
     """Let JAX 0.10 lower the programs of a thread in one MLIR context.
 
@@ -38,7 +29,14 @@ def lower_in_one_context() -> None:
     if importlib.metadata.version("jax").startswith("0.10."):
         from jax._src.interpreters import mlir
 
-        mlir.make_ir_context = functools.partial(context_of_thread, mlir.make_ir_context)
+        new_context = mlir.make_ir_context
+
+        def context_of_thread():
+            if not vars(CONTEXTS):
+                CONTEXTS.context = new_context()
+            return CONTEXTS.context
+
+        mlir.make_ir_context = context_of_thread
 
 
 def for_a_process(devices: int) -> str:

@@ -44,7 +44,6 @@ def become(request: dict) -> None:
 
 
 def run(name: str, *arguments: str) -> None:
-    """Run a module as a command."""
     sys.modules.pop(name, None)  # runs as __main__ instead
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

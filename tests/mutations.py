@@ -9,6 +9,9 @@ the lines as they are now, so a later version of the code has other ones. Compar
 
 import argparse
 import ast
+import contextlib
+import io
+import itertools
 import os
 import pathlib
 import random
@@ -16,16 +19,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tokenize
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 OTHER = {
     "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=",
     "!=": "==", "and": "or", "or": "and", "True": "False", "False": "True",
-}  # fmt: skip
-SYMBOLS = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Lt: "<", ast.LtE: "<=",
-    ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.And: "and", ast.Or: "or",
 }  # fmt: skip
 
 
@@ -41,50 +41,35 @@ class Fault(NamedTuple):
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.old} -> {self.new}"
 
-    def insert(self, root: pathlib.Path) -> None:
-        """Put it into a copy of the repository."""
-        file = root / self.path
-        lines = file.read_text().splitlines(keepends=True)
+    def text(self) -> str:
+        """That of the file with it."""
+        lines = (ROOT / self.path).read_text().splitlines(keepends=True)
         line = lines[self.line - 1]
         lines[self.line - 1] = line[: self.start] + self.new + line[self.start + len(self.old) :]
-        file.write_text("".join(lines))
+        return "".join(lines)
 
-
-def between(left: ast.expr, right: ast.expr, symbol: str, lines: list[str]) -> tuple[int, int] | None:
-    """Where an operator stands that is on one line with the end of its left operand."""
-    line, start = left.end_lineno, left.end_col_offset
-    end = right.col_offset if right.lineno == line else len(lines[line - 1])
-    found = lines[line - 1].find(symbol, start, end)
-    return (line, found) if found >= 0 else None
+    def is_python(self) -> bool:
+        """Whether that is a program, as f(*all) is, but f(/all) isn't."""
+        with contextlib.suppress(SyntaxError):
+            return bool(ast.parse(self.text()))
+        return False
 
 
 def faults_of(path: pathlib.Path) -> list[Fault]:
-    """All faults that a file can have."""
-    text = path.read_text()
-    lines, name, found = text.splitlines(), str(path.relative_to(ROOT)), []
-    for node in ast.walk(ast.parse(text)):
-        triples = []
-        if isinstance(node, ast.BinOp):
-            triples = [(node.left, node.op, node.right)]
-        elif isinstance(node, ast.Compare):
-            triples = list(zip([node.left, *node.comparators], node.ops, node.comparators))
-        elif isinstance(node, ast.BoolOp):
-            triples = [(left, node.op, right) for left, right in zip(node.values, node.values[1:])]
-        for left, op, right in triples:
-            symbol = SYMBOLS.get(type(op))
-            if symbol and (place := between(left, right, symbol, lines)):
-                found.append(Fault(name, *place, symbol, OTHER[symbol]))
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-            old = ast.get_source_segment(text, node)
-            new = OTHER.get(old) or str(node.value + 1)
-            found.append(Fault(name, node.lineno, node.col_offset, old, new))
-    return [fault for fault in found if lines[fault.line - 1].isascii()]  # offsets count bytes
+    """All faults that a file can have, and some that aren't Python."""
+    name, found = str(path.relative_to(ROOT)), []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        old, rest = token.string, token.line[token.end[1] :]
+        new = f"({old} + 1)" if token.type == tokenize.NUMBER else OTHER.get(old)
+        if new and not (old == "*" and rest.startswith(",")):  # after which arguments have names
+            found.append(Fault(name, *token.start, old, new))
+    return found
 
 
 def drawn(count: int, seed: int) -> list[Fault]:
-    """Some faults of the package."""
     faults = [fault for path in sorted((ROOT / "diffeqformer").rglob("*.py")) for fault in faults_of(path)]
-    return random.Random(seed).sample(faults, count)
+    random.Random(seed).shuffle(faults)
+    return list(itertools.islice(filter(Fault.is_python, faults), count))
 
 
 def noticed(fault: Fault) -> str:
@@ -92,7 +77,7 @@ def noticed(fault: Fault) -> str:
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", "runs", "token_stores", "__pycache__"))
-        fault.insert(copy)
+        (copy / fault.path).write_text(fault.text())
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider", "tests"]
         done = subprocess.run(command, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True)
     lines = done.stdout.decode(errors="replace").splitlines()

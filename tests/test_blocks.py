@@ -6,18 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import authors
 from diffeqformer import reference
-from diffeqformer.analysis.attention_maps import maps
-from diffeqformer.analysis.spectra import spectra
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.fields.rotary import Rotary, table
 from diffeqformer.inference.reader import CHUNK, Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.transformer import split_model, vector_field, weights_at
-from helpers import ONE_DEVICE, forward, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
+from helpers import forward, lively_model, logits_of, loss_and_gradient, toy_config
 
 LLAMA3 = "8,1,4,32"  # of eight-entry heads at theta 20, one pair is fast, one slow, and two are between
 TOKENS = np.random.RandomState(0).randint(64, size=(2, 16))
@@ -59,23 +56,8 @@ def test_a_block_agrees_with_the_float64_reference(kind, changes, options):
         assert np.linalg.norm(np.asarray(mine) - expected) < 2e-5 * np.linalg.norm(expected), path
 
 
-def test_analyses_see_grouped_queries_as_a_full_model_whose_keys_and_values_are_copied():
-    grouped, full = lively_model("llama", num_steps=3, key_value_heads=2), lively_model("llama", num_steps=3)
-    params = nnx.to_pure_dict(nnx.state(grouped, nnx.Param))
-    for name in ("key", "value"):
-        kernel = params["depth"]["layers"][name]["kernel"].reshape(3, 32, 2, 8)
-        params["depth"]["layers"][name] = {"kernel": jnp.repeat(kernel, 2, axis=2).reshape(3, 32, 32)}
-    nnx.update(full, params)
-    ours, theirs = (maps(model, jnp.asarray(TOKENS)) for model in (grouped, full))
-    np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    ours, theirs = (spectra(model, model.grid().ends, feed_forward=False) for model in (grouped, full))
-    for name in ("QK", "OV"):
-        np.testing.assert_allclose(ours[name].singular_values, theirs[name].singular_values, rtol=1e-4)
-
-
 @pytest.mark.parametrize("kind, changes", [("llama", GROUPED), ("neox", PART)])
 def test_a_cache_holds_the_keys_and_values_that_there_are(kind, changes):
-    """And with it, logits are those of the forward pass."""
     model = lively_model(kind, num_steps=2, max_length=CHUNK + 8, **changes)
     graph, params = split_model(model)
     weights, ids = weights_at(model), np.random.RandomState(1).randint(64, size=CHUNK + 8)
@@ -93,53 +75,40 @@ def test_rotations_slow_down_as_llama_3_has_it():
     """Of Llama 3.1's: the frequencies from the angles at position 1, and at position 10,000 the angle itself."""
     scaling, positions = (8.0, 1.0, 4.0, 8192.0), 10_001
     cos, sin = table(Rotary(positions, 128, 500_000.0, "8,1,4,8192"))
-    plain = table(Rotary(positions, 128, 500_000.0))
     expected = np.array([reference.frequency(k, 128, 500_000.0, scaling) for k in range(64)])
     np.testing.assert_allclose(np.arctan2(sin[1], cos[1]), expected, rtol=1e-6)
     np.testing.assert_allclose(sin[10_000], np.sin(10_000 * expected), atol=1e-7)
-    # The wavelength of pair 28 is 1,956, of pair 29 it is 2,401, and of pair 35 it is 8,209.
-    np.testing.assert_array_equal(sin[:, :29], plain[1][:, :29])
-    np.testing.assert_allclose(sin[1, 36:] * 8, plain[1][1, 36:], rtol=1e-6)
 
 
-def test_a_tied_head_is_one_parameter_and_trains():
-    tied, untied = (lively_model("llama", vocab_size=257, tied_head=tied) for tied in (True, False))
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(split_model(model)[1])) for model in (tied, untied)]
-    assert sizes[1] - sizes[0] == 257 * 32 and tied.field.embedding_stddev == 0.02
-    config = toy_config("llama", steps=30, batch_size=2, model__tied_head=True, optimizer__learning_rate=1e-2)
-    _, state, losses = run_steps(config, ONE_DEVICE, 30)
-    assert "lm_head" not in state["params"] and losses[-1, 0] < losses[0, 0] - 1
-
-
-def test_what_is_left_out_is_the_published_block():
-    """Epsilons, too, which no shape shows."""
-    for kind, block, final in (("diffeqformer", 1e-6, 1e-5), ("llama", 1e-5, 1e-5)):
-        field = vector_field(authors.model_config(kind, "llama"))
-        assert (field.epsilon, field.final_epsilon) == (block, final) and field.rotary == Rotary(16, 8, 10_000.0, "")
-        same = authors.model_config(kind, "llama", head_width=8, key_value_heads=4)
-        assert vector_field(same) == field
-    given = vector_field(authors.model_config("diffeqformer", "llama", norm_epsilon=1e-3))
-    assert given.epsilon == given.final_epsilon == 1e-3
-    assert vector_field(authors.model_config("gpt")).epsilon == 1e-5
+def test_defaults_that_parity_does_not_show():
+    for kind in ("diffeqformer", "llama"):
+        assert vector_field(authors.model_config(kind, "llama")).final_epsilon == 1e-5
+    assert vector_field(authors.model_config("llama", tied_head=True)).embedding_stddev == 0.02
 
 
 @pytest.mark.parametrize(
-    "field, changes, sentence",
+    "kind, field, changes, sentence",
     [
-        ("llama", {"model__key_value_heads": 3}, r"model.key_value_heads: must divide model.heads \(4\), .* it is 3"),
-        ("neox", {"model__rotary_fraction": 0.4}, "model.rotary_fraction: must leave an even number .* it is 0.4"),
-        (
-            "llama",
-            {"mesh__tensor": 4, "model__key_value_heads": 2, "model__vocab_multiple": 16},
-            r"mesh.tensor: must divide config.model.key_value_heads \(2\), as 1, 2 do, but it is 4",
-        ),
+        ("diffeqformer", "neox", {"rotary_fraction": 0.4}, "rotary_fraction: must leave an even number .* it is 0.4"),
+        ("diffeqformer", "gpt", {"left_out": "1"}, "left_out: must be empty for model.kind diffeqformer"),
+        ("llama", "llama", {"left_out": "1,1"}, "left_out: must be different layers, counted from 0"),
+        ("gpt", "gpt", {"left_out": "6"}, "left_out: must be layers of the 6"),
+        ("llama", "llama", {"left_out": "1", "training_depths": "7"}, "training_depths: must be at most the 6 layers"),
+        ("discretized", "gpt", {"lora_rank": 33}, "lora_rank: must not exceed .* 32 in qkv, but it is 33"),
+        ("discretized", "gpt", {"lora_rank": 1, "lora_layers": "("}, "lora_layers: .* isn't a regular expression"),
     ],
 )
-def test_a_block_that_cannot_be_is_refused(field, changes, sentence):
-    with pytest.raises(UserError, match=f"^config.{sentence}"):
-        check_config(toy_config("diffeqformer", field, **changes), num_devices=8)
+def test_a_model_that_cannot_be_is_refused(kind, field, changes, sentence):
+    config = toy_config(kind, field, base="runs/base" if "lora_rank" in changes else "")
+    config.model.update(changes)
+    with pytest.raises(UserError, match=f"^config.model.{sentence}"):
+        check_config(config, num_devices=1)
 
 
-def test_heads_need_not_divide_the_width_if_theirs_is_given():
+def test_heads_of_a_width_of_their_own():
+    """They need not divide the model's width, and keys and values of fewer heads are divided as others are."""
     check_config(toy_config("llama", model__heads=5, model__head_width=6), num_devices=8)
     check_config(toy_config("diffeqformer", model__heads=5, model__head_width=7), num_devices=8)
+    config = toy_config("llama", mesh__tensor=4, model__key_value_heads=2, model__vocab_multiple=16)
+    with pytest.raises(UserError, match=r"^config.mesh.tensor: must divide config.model.key_value_heads \(2\)"):
+        check_config(config, num_devices=8)

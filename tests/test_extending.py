@@ -1,30 +1,18 @@
 """The pages on additions, followed to the letter in a copy of the repository."""
 
-import itertools
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from helpers import ROOT
 
 PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
-
-
-def blocks(page: pathlib.Path) -> Iterator[tuple[str, str | None, str]]:
-    """The code blocks of a page: language, the file that the line before names, and text."""
-    before, lines = "", iter(page.read_text().splitlines())
-    for line in lines:
-        if line.startswith("```"):
-            named = re.search(r"`([\w/]+\.py)`", before)
-            text = itertools.takewhile(lambda line: line != "```", lines)
-            yield line[3:], named and named[1], "".join(f"{line}\n" for line in text)
-        before = line or before
+BLOCK = r"^([^\n]*)\n+```(\w*)\n(.*?)^```$"  # the line before, which names a file, the language, and the text
 
 
 def change(file: pathlib.Path, diff: str) -> None:
@@ -49,11 +37,12 @@ def test_a_page_can_be_followed_to_the_letter(page, tmp_path, short_stores):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(short_stores, tmp_path / "token_stores")
     done = []
-    for language, file, text in blocks(page):
+    for before, language, text in re.findall(BLOCK, page.read_text(), re.MULTILINE | re.DOTALL):
+        named = re.search(r"`([\w/]+\.py)`", before)
         if language == "python":
-            (tmp_path / file).write_text(text)
+            (tmp_path / named[1]).write_text(text)
         elif language == "diff":
-            change(tmp_path / file, text)
+            change(tmp_path / named[1], text)
         else:
             done += text.replace("\\\n", "").splitlines()
     assert len(done) >= 1

@@ -89,7 +89,6 @@ def assert_close(found: tuple[dict, dict], expected: tuple[dict, dict], bound: f
 
 @pytest.mark.parametrize("kind", ["diffeqformer", "gpt"])
 def test_a_step_is_that_of_a_cpu_and_one_in_bfloat16_is_near(kind):
-    """Loss, gradient norm, learning rate, and the gradient of every array."""
     expected = first_step(program_on(CPU, kind))
     assert_close(first_step(program_on(GPU, kind)), expected, 1e-4)  # with TF32 some are 3e-4 apart
     rounded = program_on(GPU, kind, "bfloat16")
@@ -99,7 +98,6 @@ def test_a_step_is_that_of_a_cpu_and_one_in_bfloat16_is_near(kind):
 
 @pytest.mark.parametrize("there, here", [(GPU, CPU), (CPU, GPU)], ids=["to a CPU", "to a GPU"])
 def test_a_checkpoint_is_restored_on_another_device(there, here, tmp_path):
-    """Bit for bit, and training goes on from it."""
     programs = [program_on(device, "diffeqformer") for device in (there, here)]
     state, _ = programs[0].train_step(first_state(programs[0]), tokens_of(0, programs[0].config))
     about = checkpoint.About(programs[0].config.to_dict(), "bytes")

@@ -38,7 +38,6 @@ THEIRS = {
 
 
 def done(name: str, *options) -> None:
-    """Run a command, which must succeed."""
     said = command(name, *options)
     assert said.returncode == 0, said.stderr
 

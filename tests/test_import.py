@@ -4,27 +4,20 @@ import collections
 import json
 import pathlib
 
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import traverse_util
-from huggingface import CONFIGS, LLAMA3, arrays_of, write_folder
+from huggingface import CONFIGS, arrays_of, write_folder
 from jaxtyping import Array
-from safetensors.numpy import save_file
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.huggingface.architectures import read_model
 from diffeqformer.huggingface.model_folder import INDEX, Tensors
 from diffeqformer.huggingface.pretrained import Pretrained, open_pretrained
-from diffeqformer.import_model import SENTENCE, import_model
+from diffeqformer.import_model import import_model
 from diffeqformer.transformer import Path, split_model
 from helpers import forward
-from runs import command
-
-
-def logits_of(workdir, tokens) -> np.ndarray:
-    return np.asarray(forward(checkpoint.load(workdir).model, tokens))
 
 
 def parameters(found: Pretrained) -> dict[Path, Array]:
@@ -39,19 +32,16 @@ def test_logits_are_those_of_transformers(name, kind, tmp_path):
     arrays, tokens, expected = arrays_of(name)
     write_folder(tmp_path / "folder", arrays, CONFIGS[name])
     found, check = import_model(tmp_path / "folder", tmp_path / "run", kind)
-    logits = logits_of(tmp_path / "run", tokens)
+    opened = checkpoint.load(tmp_path / "run")
+    logits = np.asarray(forward(opened.model, tokens))
     assert np.abs(logits - expected).max() < 2e-6 * np.abs(expected).max()
     assert 1 < check.loss < 9 and len(check.likeliest) == 5
-    opened = checkpoint.load(tmp_path / "run")
     assert opened.tokenizer.decode(opened.tokenizer.encode("France")) == "France" and opened.tokenizer.end_of_text == 59
     if kind:
         assert check.of_weights < 2e-7 and check.of_logits < 2e-6
         assert check.of_weights == 0 or kind == "diffeqformer"
-        model = opened.model
-        steps = model.num_steps
-        times = np.array([0.0, 1.5, steps - 0.25, steps]) / steps
-        at = model.depth.from_features(model.depth.features(times))
-        weights = parameters(found)
+        depth, steps, weights = opened.model.depth, opened.model.num_steps, parameters(found)
+        at = depth.from_features(depth.features(np.array([0.0, 1.5, steps - 0.25, steps]) / steps))
         for layer, each in at.items():
             for leaf, value in each.items():
                 knots = weights.get(("depth", "layers", layer, leaf), np.zeros((steps, 1)))
@@ -76,33 +66,14 @@ def test_each_device_reads_its_own_rows(tmp_path, monkeypatch):
         assert array.ndim == 2 or {*sizes[name]} == {array.size}
 
 
-def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
-    """bf16 and fp16 become the same numbers in fp32, and of a shard what the index names alone."""
+def test_names_of_earlier_files_are_read(tmp_path):
     arrays, *_ = arrays_of("gpt2")
-    short = {
-        name.removeprefix("transformer."): array.astype([ml_dtypes.bfloat16, np.float16][n % 2])
-        for n, (name, array) in enumerate(arrays.items())
-    }
-    write_folder(tmp_path, {}, CONFIGS["gpt2"])
-    (tmp_path / "model.safetensors").unlink()
-    places = {name: f"{n % 2}.safetensors" for n, name in enumerate(short)}
-    for file in set(places.values()):
-        rest = {
-            "transformer.wte.weight": np.zeros((2, 2), np.float32),
-            "h.0.attn.bias": np.zeros((1, 1, 9, 9), np.int8),
-        }
-        save_file({**rest, **{name: short[name] for name in places if places[name] == file}}, tmp_path / file)
-    places["h.0.attn.bias"] = "0.safetensors"  # a mask, not a parameter
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    short = {name.removeprefix("transformer."): array for name, array in arrays.items()}
+    short["h.0.attn.bias"] = np.zeros((1, 1, 9, 9), np.int8)  # a mask, not a parameter
+    write_folder(tmp_path, short, CONFIGS["gpt2"])
     found = parameters(open_pretrained(tmp_path))
-    np.testing.assert_array_equal(found["token_embedding",], np.float32(short["wte.weight"]))
-    np.testing.assert_array_equal(
-        found["depth", "layers", "mlp_up", "kernel"][3], np.float32(short["h.3.mlp.c_fc.weight"])
-    )
-    assert {str(array.dtype) for array in found.values()} == {"float32"}
-
-
-LENGTH = "original_max_position_embeddings"
+    np.testing.assert_array_equal(found["token_embedding",], short["wte.weight"])
+    np.testing.assert_array_equal(found["depth", "layers", "mlp_up", "kernel"][3], short["h.3.mlp.c_fc.weight"])
 
 
 @pytest.mark.parametrize(
@@ -110,10 +81,8 @@ LENGTH = "original_max_position_embeddings"
     [
         ("Llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": "", "biases": "none", "tied_head": False}),
         ("Llama", {"rope_theta": 5, "rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None}, {"rope_theta": 5.0}),
-        ("Llama", {"rope_scaling": LLAMA3 | {LENGTH: 8192}}, {"rope_scaling": "8.0,1.0,4.0,8192"}),
         ("Llama", {"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16}, {"head_width": 16, "num_steps": 32}),
         ("Llama", {"head_dim": 128, "num_key_value_heads": 32}, {"head_width": 0, "key_value_heads": 0}),
-        ("Llama", {"attention_bias": True, "mlp_bias": True}, {"biases": "all"}),
         ("Mistral", {"sliding_window": None}, {"key_value_heads": 8, "mlp": 14_336, "norm_epsilon": 1e-6}),
         ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 4096}, {"biases": "qkv", "tied_head": True}),
         ("GPT2", {"n_inner": None}, {"mlp": 3072, "norm_epsilon": 1e-5}),
@@ -130,19 +99,18 @@ def test_what_is_left_out_of_a_config_has_the_default_of_its_architecture(archit
 
 REFUSED = [
     ({"architectures": ["BertModel"]}, "architectures: must be one of GPT2LMHeadModel, .*, but it is 'BertModel'"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised; take a folder"),
-    ({"hidden_act": "relu"}, "hidden_act: must be 'silu' or 'swish' to be imported, but it is 'relu'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config: "),
+    ({"hidden_act": "relu"}, "hidden_act: must be 'silu' or 'swish' .* 'relu'"),
     ({"hidden_size": "32"}, "hidden_size: must be of type int, but it is '32'"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters: must be of the type default or llama3 .* 'yarn'"),
-    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta: must have one value, but it is"),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta: must have one value"),
     ({"layer_types": ["sliding_attention"]}, "layer_types: must be full_attention alone"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window: must be null, or no less than"),
-    ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window: must be False"),
-    ({"num_attention_heads": 0}, "gives a model that can't be computed: config.model.heads: must be at least 1"),
-    ({"num_hidden_layers": 7}, "lacks the tensor model.layers.6.input_layernorm.weight, which config.json asks for"),
-    ({"intermediate_size": 48}, r"mlp.gate_proj.weight has the shape \[64, 32\], but config.json asks for \[48, 32\]"),
+    ({"num_attention_heads": 0}, "can't be computed: config.model.heads: must be at least 1"),
+    ({"num_hidden_layers": 7}, "lacks the tensor model.layers.6.input_layernorm.weight"),
+    ({"intermediate_size": 48}, r"mlp.gate_proj.weight has the shape \[64, 32\], .* \[48, 32\]"),
     ({"vocab_size": 59}, "tokenizer.json: has ids up to 59, but the vocab_size of config.json is 59"),
-    ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight, to which config.json ties"),
+    ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
 ]
 
 
@@ -157,13 +125,13 @@ def test_a_model_that_cannot_be_computed_is_one_sentence(given, sentence, tmp_pa
 @pytest.mark.parametrize(
     "how, sentence",
     [
-        ("pickled", "has no weights as safetensors; name a folder as save_pretrained of Transformers"),
-        ("cut", "model.safetensors: can't be read: .*; download it again"),
-        ("nan", "model.norm.weight has numbers that are NaN or infinite; download it again"),
-        ("no config", "config.json: can't be read: .*No such file.*; name the folder of a pretrained model"),
-        ("no tokenizer", "tokenizer.json: No such file or directory; name a tokenizer.json"),
+        ("pickled", "has no weights as safetensors"),
+        ("cut", "model.safetensors: can't be read: "),
+        ("nan", "model.norm.weight has numbers that are NaN or infinite"),
+        ("no config", "config.json: can't be read: .*No such file"),
+        ("no tokenizer", "tokenizer.json: No such file"),
         ("../folder/1.safetensors", r"model.* is in \.\./folder/1.safetensors, which isn't in this folder"),
-        ("1.safetensors", "1.safetensors: lacks absent, which model.safetensors.index.json puts there"),
+        ("1.safetensors", "1.safetensors: lacks absent"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_one_sentence(how, sentence, tmp_path):
@@ -184,18 +152,3 @@ def test_a_folder_that_is_not_whole_is_one_sentence(how, sentence, tmp_path):
     with pytest.raises(UserError, match=sentence):
         import_model(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_the_command_says_what_it_read(tmp_path):
-    write_folder(tmp_path / "folder", arrays_of("llama")[0], CONFIGS["llama"])
-    options = f"--from={tmp_path / 'folder'}", f"--workdir={tmp_path / 'run'}"
-    done = command("import_model", *options, "--kind=diffeqformer")
-    assert done.returncode == 0, done.stderr
-    for part in (
-        ": LlamaForCausalLM, 65,952 weights in 57 tensors of F32 and 1 file",
-        "60 ids of the model's 64, end of text 59",
-    ):
-        assert part in done.stdout
-    assert "largest error of a weight: " in done.stdout and f"{SENTENCE!r}: " in done.stdout
-    with pytest.raises(UserError, match="^--workdir: .* already holds a checkpoint"):
-        import_model(tmp_path / "folder", tmp_path / "run")

@@ -19,8 +19,6 @@ CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", o
 WIDTHS = (768, 1024, 1280, 2048)  # of the models in configs/
 LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (4, 1)]]
 CHIPS = [blocks.Chip(limit * blocks.MEBIBYTE, cores) for limit in (16, 32) for cores in (2, 1)]
-
-
 CASES = [(SHAPES[0], "float32", True), (SHAPES[0], "bfloat16", CHECKED), (SHAPES[1], "bfloat16", True)]
 """Shapes, types of dW or the weights, and interpreters, of which one is careful and slow."""
 
@@ -35,7 +33,6 @@ def layer(shape: tuple[int, int, int, int], dtype: str) -> tuple[jax.Array, ...]
 
 
 def exact(pattern: str, *arrays) -> np.ndarray:
-    """An einsum in float64."""
     return np.einsum(pattern, *(np.asarray(array, np.float64) for array in arrays), optimize=True)
 
 
@@ -68,9 +65,8 @@ def test_gradients(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
     chip = small_chip(times, width, 4 * width + 4 + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
-    d_h, d_constant, squares = jax.jit(functools.partial(gradients, chip=chip, interpret=interpret))(
-        h, projection, d_weights
-    )
+    compute = jax.jit(functools.partial(gradients, chip=chip, interpret=interpret))
+    d_h, d_constant, squares = compute(h, projection, d_weights)
     expected = exact("tio,ieo->te", d_weights, projection)
     np.testing.assert_allclose(d_h, expected, atol=1e-6 * np.abs(expected).max())
     np.testing.assert_allclose(d_constant, exact("tio->io", d_weights), atol=1e-5)
@@ -85,9 +81,8 @@ def test_squares_survive_cancellation():
     expected = (exact("te,tio->ieo", h, d_weights) ** 2).sum()
     gram = jnp.sum((h @ h.T) * jnp.einsum("tio,sio->ts", d_weights, d_weights))
     assert abs(gram / expected - 1) > 1e-3
-    np.testing.assert_allclose(
-        gradients(h, projection, d_weights, chip=CHIPS[0], interpret=True)[2], expected, rtol=1e-4
-    )
+    *_, squares = gradients(h, projection, d_weights, chip=CHIPS[0], interpret=True)
+    np.testing.assert_allclose(squares, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape, dtype, interpret", CASES)
@@ -130,10 +125,4 @@ def test_blocks_cover_a_layer_once(times, width):
         row, column = cut.of_constant().index_map(*np.indices(cut.grid, np.int32).reshape(2, -1))
         assert len({*zip(np.array(row).tolist(), np.array(column).tolist(), strict=True)}) == np.prod(cut.grid)
         assert 2 * per_weight * cut.rows * cut.columns <= chip.budget
-
-
-def test_reasons_against():
-    against = functools.partial(blocks.reason_against, chip=CHIPS[0])
-    assert against(36, 96, 1280, 500) == "outputs = 500 isn't a multiple of 128"
-    assert against(303, 144, 1280, 3840) == "T = 303 is more than 256"
-    assert against(256, 256, 1280, 5120) == "blocks of E = 256 and T = 256 don't fit in VMEM"  # beside strip and stack
+    assert "fit in VMEM" in blocks.reason_against(256, 256, 1280, 5120, CHIPS[0])  # beside strip and stack

@@ -6,26 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer.config import check_config
-from diffeqformer.depth.low_rank import merge
-from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import heads, heads_by_position
 from diffeqformer.inference.discretize import discretize
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import select, split_model
-from helpers import (
-    ONE_DEVICE,
-    build_model,
-    drawn,
-    forward,
-    lively_model,
-    logits_of,
-    loss_and_gradient,
-    normal,
-    run_steps,
-    tokens_of,
-    toy_config,
-)
+from helpers import ONE_DEVICE, build_model, forward, lively_model, loss_and_gradient, run_steps, tokens_of, toy_config
 
 LORA = dict(lora_rank=3, lora_alpha=6.0)
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(64, size=(4, 16)))
@@ -41,12 +26,8 @@ def test_adapters_do_what_the_merged_model_does(kind, field):
     config = toy_config(kind, field, **{f"model__{name}": value for name, value in LORA.items()})
     config.model.vocab_size = 64
     merged = discretize(model, config, 6, "float32")
-    expected, grid = forward(merged, TOKENS), model.grid()
-    logits = logits_of(*split_model(model), model.stack(merge(model.depth(grid)), grid.step_sizes), TOKENS)
-    np.testing.assert_allclose(logits, expected, atol=2e-6 * float(jnp.abs(expected).max()))
-    logits = forward(model, TOKENS)  # other products, rounded otherwise
+    expected, logits = forward(merged, TOKENS), forward(model, TOKENS)
     assert np.linalg.norm(logits - expected) < 2e-6 * np.linalg.norm(expected)
-
     params, plain = split_model(model)[1], split_model(merged)[1]
     for name, layer in plain["depth"]["layers"].items():
         if "kernel" in layer:  # base + (alpha / rank) a b
@@ -101,10 +82,7 @@ def test_a_change_below_the_last_bit_of_a_kernel_counts(apply):
 def test_validation_computes_as_training_does():
     """In bfloat16, adapters that are merged would be rounded with their kernels."""
     program = Program(toy_config("discretized", model__lora_rank=2, model__dtype="bfloat16"), ONE_DEVICE)
-    params, random = drawn(program.config.model)[1], np.random.RandomState(0)
-    for layer in params["depth"]["layers"].values():
-        if "b" in layer:
-            layer["b"] = normal(random, layer["b"].shape)
+    params = split_model(lively_model(**program.config.model))[1]
     tokens = jnp.asarray(tokens_of(0, program.config))
     average = program.evaluate(params, program.weights(params, None), tokens, jnp.ones((8, 1), bool))
     loss = jax.jit(program.loss.value_and_grad)(params, tokens, None)[0]
@@ -114,7 +92,7 @@ def test_validation_computes_as_training_does():
 def test_training_changes_adapters_and_embeddings_alone():
     config = toy_config("discretized", model__lora_rank=2)
     program, state, scalars = run_steps(config, ONE_DEVICE, 4)
-    start = drawn(config.model)[1]
+    start = split_model(build_model(**config.model))[1]
     assert scalars[-1, 0] < scalars[0, 0]
     changed = jax.tree.map(lambda before, after: bool(np.any(before != np.asarray(after))), start, state["params"])
 
@@ -138,15 +116,3 @@ def test_nothing_of_the_size_of_all_kernels_is_made(remat, dtype, layers):
     kernels = 12 * 4 * 12 * 256 * 256
     assert memory.argument_size_in_bytes > kernels
     assert memory.temp_size_in_bytes < 0.35 * kernels  # a step's, its gradient, and activations
-
-
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"model__lora_rank": 33}, "lora_rank: must not exceed .* 32 in qkv, but it is 33"),
-        ({"model__lora_rank": 1, "model__lora_layers": "("}, r"lora_layers: '\(' isn't a regular expression"),
-    ],
-)
-def test_impossible_adapters_are_refused(changes, sentence):
-    with pytest.raises(UserError, match=f"^config.model.{sentence}"):
-        check_config(toy_config("discretized", base="runs/base", **changes), 1)

@@ -1,4 +1,4 @@
-"""Lyapunov sensitivity: the authors' numbers, full Jacobians, and a linear system whose exponents are known."""
+"""Lyapunov sensitivity: the authors' numbers, and full Jacobians."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,7 @@ import pytest
 import authors
 from diffeqformer.analysis import flow, lyapunov
 from diffeqformer.depth import generated
-from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import weights_at, weights_of
 from helpers import lively_model, normal
 
@@ -35,7 +33,6 @@ def test_the_authors_pairing_gives_the_authors_numbers(name, last, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("kind, field, solver", [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun")])
 def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver, monkeypatch):
-    """For each step, and for all of them in sequence."""
     model = lively_model(kind, field, num_steps=3, width=16, heads=2, mlp=16, solver=solver)
     weights, nodes = weights_at(model), len(model.solver.nodes)
     states = model.trajectory(TOKENS[None], weights)[:, 0]
@@ -72,39 +69,3 @@ def test_the_total_derivative_of_many_tokens_is_that_of_forward_mode():
     expected = flow.push_forward(model.solver, model.field, weights, x, tangent)[-1]
     found = np.einsum("soi,si->o", lyapunov.total_derivative(model, tokens), tangent)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-
-
-class Mean(VectorField):
-    """A linear field: each token moves by the mean of all tokens up to itself, times a matrix."""
-
-    def attention(self, weights, x, context):
-        mixed = context.attend(
-            jnp.zeros_like(x)[:, :, None], jnp.zeros_like(x)[:, :, None], (x @ weights["c"])[:, :, None]
-        )
-        return mixed[:, :, 0]
-
-    def feed_forward(self, weights, x, context):
-        return 0.0 * x
-
-    def __call__(self, weights, x, context):
-        return self.attention(weights, x, context)
-
-    def __hash__(self):
-        return 0
-
-    def __eq__(self, other):
-        return isinstance(other, Mean)
-
-
-def test_a_linear_system_has_its_known_exponents():
-    """With a lower triangular c, each token's derivative moves by c^T / S, upper triangular: its diagonal counts."""
-    rates, rest = np.array([3.0, 1.0, -0.5, -2.0]), np.tril(np.random.RandomState(0).randn(4, 4), -1)
-    layers, solver = [{"c": jnp.asarray(np.diag(rates) + rest, jnp.float32)}], SOLVERS["euler"]
-    lengths, total = np.tile([0.03, 0.07], 10), 0
-    x, tangents = jnp.ones((1, 5, 4)), jnp.tile(jnp.eye(4), (5, 1, 1))
-    for dt in lengths:
-        tangents, logs = lyapunov.advance(solver, Mean(), layers, jnp.float32(dt), x, tangents)
-        total = total + logs
-        x = solver.step(Mean(), layers, x, jnp.float32(dt), Context())
-    expected = np.log(1 + lengths[:, None] * rates / 5).sum(0)
-    np.testing.assert_allclose(total, np.tile(expected, (5, 1)), atol=1e-5)

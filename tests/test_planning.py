@@ -171,16 +171,12 @@ def test_splash_attention_takes_the_products_of_causal_pairs(query, copies):
     assert seconds_by_cause(Module(kernel), TPUS["v5e"], 1) == pytest.approx({"attention": flops / (0.45 * 197e12)})
 
 
-@pytest.mark.parametrize(
-    "message, needed",
-    [
-        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (19.60T) exceeds", 19.6 * 2**40),
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.25G of 15.75G hbm", 17.25 * 2**30),
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem", None),
-    ],
-)
-def test_the_compiler_says_what_a_program_needs_that_does_not_fit(message, needed):
-    assert needed_bytes(message) == (needed and round(needed))
+def test_the_compiler_says_what_a_program_needs_that_does_not_fit():
+    full = "RESOURCE_EXHAUSTED: "
+    temporaries = f"{full}the total memory required for HLO temporaries (19.60T) exceeds"
+    assert needed_bytes(temporaries) == round(19.6 * 2**40)
+    assert needed_bytes(f"{full}Ran out of memory in memory space hbm. Used 17.25G of 15.75G hbm") == 17.25 * 2**30
+    assert needed_bytes(f"{full}Ran out of memory in memory space vmem") is None
 
 
 @pytest.mark.parametrize("page", ["", ", page 0"])  # which libtpu states since 0.0.50
@@ -223,14 +219,8 @@ def test_a_price_is_that_of_all_devices():
     assert speed_of(config, program, {6: 2000.0}, price=1.5)["cost"] == 2 * 2 * 1.5
 
 
-@pytest.mark.parametrize(
-    "topology, sentence",
-    [
-        ("v5e:16x32", "a slice of v5e has at most 256 chips, but v5e:16x32 has 512"),  # would end libtpu's process
-        ("h100:0", "must be a slice of v5e, v5p, v6e, tpu7x, .* but it is 'h100:0'"),
-    ],
-)
-def test_chips_that_are_not_known_are_refused(topology, sentence):
-    with pytest.raises(UserError, match=f"^--topology: {sentence}"):
-        chip_of(topology)
-        tpu_devices(topology, slices=1)
+def test_chips_that_are_not_known_are_refused():
+    with pytest.raises(UserError, match="^--topology: a slice of v5e has at most 256 chips, but v5e:16x32 has 512"):
+        tpu_devices("v5e:16x32", slices=1)  # libtpu would end its process
+    with pytest.raises(UserError, match="^--topology: must be a slice of v5e, .* but it is 'h100:0'"):
+        chip_of("h100:0")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +29,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-class Product(NamedTuple):
-    """A product in a program: the types and shapes of its operands and its result, and whether it is fp32 at any cost.
-
-    of_generator: one of them has the axis E.
-    """
-
-    arrays: str
-    highest: bool
-    of_generator: bool
-
-
 def equations(jaxpr) -> Iterator:
-    """All equations, with those of loops, calls and kernels."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
@@ -49,19 +37,20 @@ def equations(jaxpr) -> Iterator:
                 yield from equations(inner)
 
 
-def products(function, *arguments) -> list[Product]:
-    """The products of a function in which an operand is fp32."""
+def products(function, *arguments) -> list[SimpleNamespace]:
+    """The products of a function in which an operand is fp32: their arrays, and whether they are fp32 at any cost."""
     found = []
     for equation in equations(jax.make_jaxpr(function)(*arguments)):
         arrays = [variable.aval for variable in (*equation.invars, *equation.outvars)]
         if equation.primitive.name == "dot_general" and any(array.dtype == jnp.float32 for array in arrays[:2]):
             highest = equation.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
             shapes = ", ".join(array.str_short() for array in arrays)
-            found.append(Product(shapes, highest, any(E in array.shape for array in arrays)))
+            of_generator = any(E in array.shape for array in arrays)
+            found.append(SimpleNamespace(arrays=shapes, highest=highest, of_generator=of_generator))
     return found
 
 
-def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
+def of_training(config, mesh=(1, 1, 1), attend=None) -> list[SimpleNamespace]:
     """Those of a train step and of evaluation."""
     program = Program(config, make_mesh(mesh, jax.devices()[: np.prod(mesh)]), attend)
     tokens = np.zeros((config.batch_size, config.sequence_length), np.int32)
@@ -74,8 +63,7 @@ def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
     return products(train_and_evaluate, program.state_shapes)
 
 
-def of_inference(config) -> list[Product]:
-    """Those of scoring, writing and conversion."""
+def of_inference(config) -> list[SimpleNamespace]:
     model, tokens, prompt = abstract_model(config), np.zeros((2, 32), np.int32), padded_prompt([1], 64)
     graph, params = split_model(model)
 

@@ -1,40 +1,28 @@
-"""Spectra: known matrices, comparison with the dense product, and every kind of model."""
+"""Spectra of every kind of model, compared with the dense product."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer.analysis.spectra import Spectrum, spectra, spectrum
-from diffeqformer.errors import UserError
+from diffeqformer.analysis.spectra import Spectrum, spectra
 from diffeqformer.transformer import weights_at
 from helpers import FAMILY, lively_model
 
-RANDOM = np.random.RandomState(0)
 
-
-def test_a_known_spectrum_is_found_from_either_side():
-    """The product turns a plane by 60 degrees, a complex pair, doubles one direction and reverses another."""
-    turn = np.array([[0.5, -(3**0.5) / 2], [3**0.5 / 2, 0.5]])
-    block = np.zeros((4, 4))
-    block[:2, :2], block[2, 2], block[3, 3] = turn, 2.0, -0.25
-    basis = np.linalg.qr(RANDOM.randn(9, 4))[0]
-    for left, right in ((basis @ block, basis.T), (block @ basis.T, basis)):
-        found = spectrum(left[None, None], right[None, None])
-        expected = [2, np.exp(1j * np.pi / 3), np.exp(-1j * np.pi / 3), -0.25]
-        assert np.allclose(sorted(found.eigenvalues[0, 0], key=np.angle), sorted(expected, key=np.angle), atol=1e-6)
-        assert np.allclose(found.singular_values[0, 0], [2, 1, 1, 0.25])
-        assert found.radius()[0, 0] == pytest.approx(2) and found.positive_share()[0, 0] == 0.75
-
-
-def test_effective_rank_counts_equal_directions():
+def test_effective_rank_counts_equal_directions_and_the_share_those_that_keep_their_sign():
     values = np.array([[[3.0, 3.0, 3.0, 0.0]], [[5.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]])
     assert np.allclose(Spectrum(values.astype(np.complex64), values).effective_rank()[:, 0], [3, 1, 1])
+    turned = np.array([[[2, 0.5 + 1j, 0.5 - 1j, -0.25]]])
+    assert Spectrum(turned, np.abs(turned)).positive_share()[0, 0] == 0.75
 
 
 @pytest.mark.parametrize("kind, field", [model for model in FAMILY if model[0] in ("diffeqformer", "shared", "llama")])
 def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, field):
-    """Heads are sliced from the block's kernels by hand here; a GPT's are [head, (query, key, value), width]."""
-    model = lively_model(kind, field)
+    """Heads are sliced from the block's kernels by hand here; a GPT's are [head, (query, key, value), width].
+
+    Of the Llama's, two share a key and a value.
+    """
+    model = lively_model(kind, field, key_value_heads=2 if kind == "llama" else 0)
     found = spectra(model, model.grid().ends)
     layers = weights_at(model).layers
     heads, width = model.field.heads, model.field.width
@@ -43,12 +31,14 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
         return np.asarray(layers[name]["kernel"] if kind == "shared" else layers[name]["kernel"][-1])
 
     size = width // heads
-    for head in (0, heads - 1):
+    for head in range(heads):
         here = slice(head * size, (head + 1) * size)
+        other = head // 2 if kind == "llama" else head
+        shared = slice(other * size, (other + 1) * size)
         if field in ("gpt", "neox"):
             query, key, value = (last("qkv")[:, (3 * head + i) * size : (3 * head + i + 1) * size] for i in range(3))
         else:
-            query, key, value = (last(name)[:, here] for name in ("query", "key", "value"))
+            query, key, value = last("query")[:, here], last("key")[:, shared], last("value")[:, shared]
         for name, dense in (("QK", query @ key.T), ("OV", value @ last("attention_out")[here])):
             expected = np.linalg.eigvals(dense.astype(np.float64))
             expected = expected[np.argsort(-np.abs(expected))][:size]
@@ -62,16 +52,6 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
         largest = np.abs(np.linalg.eigvals(last(first) @ last("mlp_down"))).max()
         assert found[name].radius()[-1, 0] == pytest.approx(largest, rel=1e-4)
     assert len(found["QK"].eigenvalues) == (1 if kind == "shared" else model.num_steps)
-
-
-def test_any_grid_of_generated_weights_and_no_other_of_weights_per_layer():
-    model = lively_model("diffeqformer")
-    fine = spectra(model, model.grid(18).ends, feed_forward=False)
-    coarse = spectra(model, model.grid(6).ends, feed_forward=False)
-    assert set(fine) == {"QK", "OV"} and fine["QK"].eigenvalues.shape == (18, 4, 8)
-    assert np.allclose(fine["OV"].singular_values[2::3], coarse["OV"].singular_values, rtol=1e-4)
-    with pytest.raises(UserError, match="weights for 6 steps"):
-        spectra(lively_model("gpt"), model.grid(18).ends)
 
 
 def test_adapters_count():

@@ -15,15 +15,6 @@ from helpers import save_params, toy_config
 from runs import EventAccumulator, curves
 
 
-def test_a_start_without_a_checkpoint_drops_all_that_another_start_wrote(tmp_path):
-    """Which may have had another base, whose validation at step 0 is not this one's."""
-    for value in (1.0, 2.0):
-        progress = Progress(0, 5, 1, [TensorBoard(tmp_path, 0, resumes=False)])
-        progress.validation(0, {"loss": value, "perplexity": value, "bits_per_byte": value})
-        progress.close()
-    assert read_curves(tmp_path)["validation/loss"] == curves(tmp_path)["validation/loss"] == {0: 2.0}
-
-
 def test_curves_hold_each_step_once_whatever_the_clock_does(tmp_path, monkeypatch):
     """Clocks are set back. A validation left over at step 2 is made twice, because the process ends before it saves."""
     result = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}
@@ -54,16 +45,6 @@ def test_rates_and_the_time_left_leave_out_what_does_not_come_again(monkeypatch,
     progress.train(3, {"loss": 4.0})
     progress.close()
     assert "10 tokens/s  26:40 left" in capsys.readouterr().out
-
-
-def test_the_config_is_a_text_of_tensorboard(tmp_path):
-    progress = Progress(0, 1, 1, [TensorBoard(tmp_path, 0)])
-    progress.config({"model.kind": "gpt", "sample.prompt": "a | b"})
-    progress.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    [event] = events.Tensors("config/text_summary")
-    text = event.tensor_proto.string_val[0].decode()
-    assert "| model.kind | gpt |\n| sample.prompt | a &#124; b |" in text
 
 
 pytestmark = pytest.mark.fast

@@ -1,11 +1,9 @@
 """Damaged checkpoints are noticed, named and, in training, set aside."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
 import shutil
-import types
 from unittest import mock
 
 import jax
@@ -27,7 +25,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.hooks import Hooks
-from diffeqformer.training.run import Run, set_aside_if_damaged
+from diffeqformer.training.run import set_aside_if_damaged
 from helpers import drawn, save_params, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
@@ -271,15 +269,6 @@ def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_
         Hooks.save(hooks, 1, {"params": {}}, None, stops)
         assert done == expected
         done.clear()
-
-
-def test_a_step_goes_on_while_the_store_is_checked_and_ends_with_its_damage():
-    run = types.SimpleNamespace(verified=concurrent.futures.Future())
-    Run.check_store(run)
-    run.verified.set_exception(UserError("damaged"))
-    for wait in (True, False):
-        with pytest.raises(UserError, match="damaged"):
-            Run.check_store(run, wait)
 
 
 def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):

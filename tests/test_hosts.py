@@ -7,9 +7,7 @@ import shutil
 import signal
 import sys
 from contextlib import nullcontext
-from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from huggingface import CONFIGS, arrays_of, write_folder
@@ -227,27 +225,6 @@ def test_an_output_that_is_lost_asks_for_a_checkpoint(monkeypatch):
     with hosts.Notice() as notice:
         print("nowhere", flush=True)
         assert not notice.now(False)
-
-
-@pytest.mark.parametrize("wait, heard", [(False, [False, True]), (True, [True, True])])
-def test_hosts_agree_on_a_notice_one_step_late_unless_they_wait_anyway(wait, heard, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with hosts.Notice() as notice:
-        assert not notice.now(True)
-        signal.raise_signal(signal.SIGTERM)
-        assert [notice.now(wait), notice.now(wait)] == heard
-
-
-def test_a_process_that_lost_another_one_says_so(monkeypatch):
-    said = []
-    monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts, "connect", mock.Mock())
-    monkeypatch.setattr(hosts, "leave", lambda *of: said.append(of))
-    for reason in ("UNKNOWN: Gloo AllGather failed: Connection reset by peer", "another\nreason"):
-        with hosts.joined(mock.Mock()):
-            raise RuntimeError(reason)
-    assert said[0] == (1, "process 0 of 2 failed: it lost another one; start all of them again")
-    assert said[1][1].startswith("process 0 of 2 failed: RuntimeError: another; DIFFEQFORMER_TRACEBACK=1 shows")
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from diffeqformer.training import loop, room, validation
 from diffeqformer.training import run as training_run
 from diffeqformer.training.room import bytes_of_loops, train_step_by_shapes, with_microbatches
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import weights_at
-from helpers import ONE_DEVICE, change, first_state, lively_model, tokens_of, toy_config
+from helpers import ONE_DEVICE, change, first_state, tokens_of, toy_config
 from runs import command
 
 
@@ -141,12 +140,6 @@ def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path)
     assert device_memory.free_bytes(cpus) == 800 // len(cpus)  # they share it
 
 
-def test_weights_too_large_are_said_before_they_are_made(monkeypatch):
-    monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
-    with pytest.raises(UserError, match="^num_steps: the weights of 6 steps would take"):
-        weights_at(lively_model("diffeqformer"))
-
-
 def test_shapes_tell_what_the_loops_over_depth_store():
     """The state and two numbers of each norm; or beside them qkv, attention, a number for its rows, hidden units."""
     config = toy_config(model__num_steps=3, model__dtype="bfloat16", model__vocab_multiple=2, microbatches=2)
@@ -244,7 +237,6 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
 def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
     asked = []
     monkeypatch.setattr(training_run, "check_memory", lambda program, will_train: asked.append(will_train))
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     for _ in range(2):  # the second has finished
         loop.train(toy_config("gpt", steps=2, data__dir=str(short_stores)), tmp_path / "run")
     assert asked == [True, False]

@@ -216,11 +216,7 @@ def test_a_damaged_record_is_passed_over(checkpoints, monkeypatch):
 
 def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):
     config = toy_config()
-    params = drawn(config.model)[1]
-    save_params(tmp_path / "run", config, {1: params})
-    save_params(
-        tmp_path / "NaN", config, {1: jax.tree.map(lambda leaf: jnp.asarray(leaf).at[..., 0].set(jnp.nan), params)}
-    )
+    save_params(tmp_path / "run", config, {1: drawn(config.model)[1]})
     made = pathlib.Path(materialize(tmp_path / "run", dtype="bfloat16"))
     recorded = checkpoint.load(made).about.checksums
     assert len(recorded) == len(inspect_run(made)["parameters"])
@@ -228,8 +224,6 @@ def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(t
         hurt_arrays(folder / "checkpoints" / "1")
         with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
             checkpoint.load(folder)
-    with pytest.raises(UserError, match="NaN, checkpoint 1: all parameters must be finite numbers"):
-        materialize(tmp_path / "NaN", output=tmp_path / "other")
     with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
         materialize(tmp_path / "run", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()

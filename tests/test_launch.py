@@ -163,28 +163,6 @@ def test_a_number_that_another_process_has_got_is_no_run(cloud, host):
         other.kill()
 
 
-def test_hosts_without_a_run_say_so(cloud, host, tmp_path):
-    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
-    assert done.returncode == 0 and done.stdout.endswith(": no run is in progress\n")
-    for command in (["run", "--config=configs/large.py"], ["do", "evaluate"]):
-        done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(tmp_path))
-        assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
-
-
-@pytest.mark.parametrize(
-    "states, verbs",
-    [
-        (["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"], ["describe", "describe", "delete", "describe", *NEW]),
-        (["ACTIVE", "ACTIVE", "ACTIVE"], ["describe", "describe", *NEW[1:]]),  # interrupted during its setup
-    ],
-)
-def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud, states, verbs):
-    cloud(TPU, "run", "--config=configs/large.py", "--workdir=/mnt/runs/a b", ZONE="z")
-    done, calls = cloud(TPU, "resume", ZONE="z", states=states)
-    assert done.returncode == 0 and verbs_of(calls) == verbs, done.stderr
-    assert "--workdir=/mnt/runs/a\\ b" in "\n".join(calls[-8:])
-
-
 @pytest.mark.parametrize("command, states", [("create", ["NONE", "ACTIVE"]), ("delete", ["ACTIVE"])])
 def test_another_slice_is_not_set_up_until_a_setup_succeeds(cloud, command, states):
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z")

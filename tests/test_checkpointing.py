@@ -121,6 +121,27 @@ def test_training_is_the_same_on_meshes_with_dropout_and_accumulation(mesh, chan
     np.testing.assert_allclose(ours, theirs, rtol=2e-4 if in_bf16 else 2e-5)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "changes, stored",
+    [
+        ({"remat": "binomial", "snapshots": 5}, "[6,3,16,32]"),  # and that before the last step
+        ({"remat": "reversible", "solver": "reversible_euler"}, "[3,16,32]"),
+    ],
+)
+def test_no_more_states_are_stored(changes, stored):
+    """Arrays of the compiled program that have the state's shape, with a leading axis."""
+    graph, params = split_model(lively_model("diffeqformer", num_steps=36, **changes))
+    tokens = jnp.ones((3, 16), jnp.int32)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return model(tokens, weights_at(model)).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    assert f"f32{stored}" in text and not any(f"[{steps},3,16," in text for steps in (35, 36, 37, 72))
+
+
 class Decay(VectorField):
     """x' = -0.7 x."""
 

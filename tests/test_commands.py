@@ -9,7 +9,6 @@ import pytest
 from diffeqformer.__main__ import COMMANDS, module_of, summary
 from diffeqformer.config import base_config, fields_of
 from diffeqformer.config_fields import CONFIG_FIELDS
-from diffeqformer.console.command_line import config_file, configs
 from helpers import ROOT
 from runs import command
 
@@ -42,14 +41,6 @@ def test_every_field_of_a_config_is_explained():
     assert sorted(field.name for field in CONFIG_FIELDS) == sorted(fields_of(base_config("", "diffeqformer")))
     assert all(field.help for field in CONFIG_FIELDS)
     assert "\n--config.optimizer.learning_rate=0.0006\n    peak rate" in done.stdout
-
-
-def test_a_config_is_named_by_its_name_or_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert set(configs()) == {path.stem for path in (ROOT / "configs").glob("*.py")}
-    assert config_file("tiny:gpt") == f"{ROOT}/configs/tiny.py:gpt"
-    (tmp_path / "tiny").touch()  # a file of that name comes first
-    assert config_file("tiny:gpt") == "tiny:gpt"
 
 
 FAILS = "from diffeqformer.console import command_line; command_line.run(lambda: {}['missing'])"

@@ -108,10 +108,6 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
     monkeypatch.setattr(checkpoint, "save", lambda *args: passes(5, save(*args)))
     with pytest.raises(UserError, match="died at step 4"):
         loop.train(config, tmp_path, started=clock.seconds)
-    assert checkpoint.load(tmp_path).about.time_spent == {
-        "began": 1000, "from_step": 0, "elapsed": 102,
-        "steps": 2, "start-up": 0, "compilation": 100, "evaluation": 0, "saves": 0, "profiling": 0,
-    }  # fmt: skip
     assert "goodput:" not in capsys.readouterr().out
     passes(50)
     loop.train(config, tmp_path, started=clock.seconds)

@@ -122,5 +122,3 @@ def test_a_run_whose_text_has_unknown_ids_is_left_out(tmp_path):
     pretend(tmp_path, {10: math.nan, 20: math.nan})
     with pytest.raises(UserError, match="no validation here yet, or its text has unknown ids and so no bits/byte$"):
         compare.read_run(str(tmp_path))
-    with pytest.raises(UserError, match="^the folders of runs that were validated are needed, for example runs/"):
-        compare.compare([str(tmp_path)], None)

@@ -63,7 +63,6 @@ def test_a_checksum_has_one_value_for_each_type_wherever_it_is_computed(monkeypa
 
 
 def flip(file: pathlib.Path, place: int, bit: int) -> None:
-    """Flip one bit of a file."""
     content = bytearray(file.read_bytes())
     content[place] ^= 1 << bit
     file.write_bytes(content)

@@ -18,13 +18,7 @@ from diffeqformer.depth.projection import sum_of_squares
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.loss import ShardedLoss
-from diffeqformer.training.optimizer import (
-    MATRICES,
-    decay_mask,
-    learning_rate_schedule,
-    make_optimizer,
-    orthogonal_on,
-)
+from diffeqformer.training.optimizer import MATRICES, decay_mask, learning_rate_schedule, make_optimizer, orthogonal_on
 from diffeqformer.training.projections import Projections
 from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import abstract_model, merge_trees

@@ -182,19 +182,6 @@ def test_a_sample_that_needs_too_much_memory_does_not_fail_a_finished_run(monkey
 
 
 @pytest.mark.long
-def test_the_sample_comes_from_parameters_on_all_devices():
-    config = toy_config()
-    samples = []
-    for mesh in (ONE_DEVICE, make_mesh()):
-        program, state, _ = run_steps(config, mesh, 0)
-        params = program.undivided(state["params"])
-        assert params["depth"]["layers"]["qkv"]["projection"].is_fully_replicated
-        model = nnx.merge(program.graph, params)
-        samples.append(loop.sample(config, model, ByteTokenizer()))
-    assert samples[0] == samples[1] and len(samples[0]) > 4
-
-
-@pytest.mark.long
 def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):

@@ -88,15 +88,6 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, short_stores):
-    """The folder of a run whose hypernetwork can be divided."""
-    workdir = tmp_path_factory.mktemp("trained")
-    wide = ("--config.steps=2", "--config.model.width=32", "--config.model.mlp=64")
-    finish(start(1, 1, [workdir], short_stores, *wide))
-    return workdir
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module, options",
@@ -106,9 +97,9 @@ def trained(tmp_path_factory, short_stores):
         ("downstream", ["--include=tests/data/tasks", "--tasks=piqa,last_word,pages", "--shots=0,1"]),
     ],
 )
-def test_two_processes_score_and_write_as_one(module, options, tmp_path, trained):
+def test_two_processes_score_and_write_as_one(module, options, tmp_path, run):
     """On two devices each, which divide the hypernetwork. Only process 0 has the text, and only it prints."""
-    options = [*options, f"--workdir={trained}"]
+    options = [*options, f"--workdir={run}"]
     if module == "evaluate":
         (tmp_path / "text.txt").write_text("def a(b):\n    return b\n" * 20)
         options.append(f"--files={tmp_path / 'text.txt'}")

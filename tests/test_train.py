@@ -29,7 +29,6 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import hooks, loop, optimizer, resuming, run
-from diffeqformer.training.room import train_step_by_shapes
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import split_model
@@ -273,17 +272,6 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
     jax.tree.map(np.testing.assert_array_equal, split_model(ended.model)[1], first)
     assert max(curves(ours / "ended-8")["validation/loss"]) == 8
     assert compare.read_run(str(ours / "ended-8"))[0].end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]
-
-
-@pytest.mark.long
-def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, monkeypatch, one_device_loop):
-    """Resumed where there is more memory, it takes fewer."""
-    tried = Program(short(short_stores, microbatches=2), ONE_DEVICE)
-    room_for_two = int(sum(train_step_by_shapes(tried).values()) / 0.9) + 1
-    for steps, memory, number in ((4, room_for_two, 2), (8, None, 1)):
-        monkeypatch.setattr(run, "bytes_of_device", lambda _, memory=memory: memory)
-        loop.train(change(short(short_stores, microbatches=0), steps=steps), tmp_path)
-        assert checkpoint.read_about(folder_of(tmp_path), steps).config["microbatches"] == number
 
 
 @pytest.mark.long

@@ -129,6 +129,7 @@ def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before
     with pytest.raises(UserError, match=f"{said} or, if a running training has replaced it, start again$"):
         inspect_run(hurt)
     assert not (hurt / "damaged").exists()
+    assert checkpoint.load(hurt, step=2).step == checkpoint.load_on_all(hurt, step=2).step == 2
 
     (hurt / "checkpoints" / "6" / "metrics" / "metrics").write_text("{")
     capsys.readouterr()
@@ -262,12 +263,3 @@ def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_
         Hooks.save(hooks, 1, {"params": {}}, None, stops)
         assert done == expected
         done.clear()
-
-
-def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
-    config = toy_config()
-    save_params(tmp_path, config, dict.fromkeys((1, 2), drawn(config.model)[1]))
-    shutil.rmtree(tmp_path / "checkpoints" / "2" / "about")
-    assert checkpoint.load(tmp_path, step=1).step == checkpoint.load_on_all(tmp_path, step=1).step == 1
-    with pytest.raises(UserError, match="checkpoints/2"):
-        checkpoint.load(tmp_path)

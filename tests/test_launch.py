@@ -32,12 +32,6 @@ def test_a_slice_is_asked_for_once_and_waited_for_until_it_lets_us_in(cloud, sta
     assert done.returncode == ("FAILED" in states) == ("the slice is FAILED" in done.stderr)
 
 
-def test_the_runtime_follows_the_type(cloud):
-    for kind, runtime in (("v5litepod-8", "v2-alpha-tpuv5-lite"), ("tpu7x-8", "v2-alpha-tpu7-ubuntu2404")):
-        done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", TYPE=kind)
-        assert f"--accelerator-type={kind} --runtime-version={runtime} " in done.stderr
-
-
 def test_a_wait_outlasts_a_network_that_fails_but_not_for_ever(cloud):
     nine = ["LOGIN"] * 9
     done, _ = cloud(TPU, "create", ZONE="z", states=["NONE", *nine, "PROVISIONING", *nine, "ACTIVE"])

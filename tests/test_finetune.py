@@ -139,12 +139,6 @@ def test_a_model_with_a_hypernetwork_goes_on_as_itself(kind, changes, shape, tmp
         state = program.init(finetune.initial_params(config, 3, program.mesh))
         jax.tree.map(np.testing.assert_array_equal, state["params"], split_model(base)[1])
         assert not any(leaf.any() for leaf in jax.tree.leaves(state["optimizer"]))
-    with pytest.raises(UserError, match="^config.base: must be the folder of a model of the kind gpt, but"):
-        finetune.inherit(new_config(tmp_path / "base", "gpt"), tmp_path / "new")
-    layers = finetune.inherit(new_config(tmp_path / "base", "discretized", model__num_steps=5), tmp_path / "new")
-    adapted = finetune.inherit(new_config(tmp_path / "base", kind, model__lora_rank=2), tmp_path / "new")
-    assert [config.model.kind for config in (layers, adapted)] == ["discretized"] * 2
-    assert [config.model.num_steps for config in (layers, adapted)] == [5, 12]
 
 
 def test_another_depth_has_two_ways(tmp_path):

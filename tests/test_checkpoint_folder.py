@@ -60,6 +60,23 @@ def test_a_reader_beside_a_training_tries_the_newest_checkpoint_once_more(tmp_pa
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["{", '{"perplexity": 1.0}', '{"loss": 1.0, "sha256": "0"}'])
+def test_a_damaged_validation_is_named_and_set_aside(tmp_path, content, capsys):
+    save(tmp_path, {1: 1.0, 2: 2.0, 3: None}, kept=3)
+    folder = checkpoint_folder.folder_of(tmp_path)
+    file = folder / "1" / "metrics" / "metrics"
+    file.write_text(content)
+    said = "1/metrics/metrics: this validation is damaged: .*; restore it, or"
+    with pytest.raises(checkpoint_folder.Damaged, match=said):
+        opened(tmp_path, "best")
+    assert opened(tmp_path, None) == 3  # which doesn't need it
+    checkpoint_folder.set_validations_aside(folder)
+    assert f"it is now {tmp_path}/damaged/1-metrics, and its checkpoint counts as not" in capsys.readouterr().out
+    assert opened(tmp_path, "best") == 2 and opened(tmp_path, 1) == 1
+    save(tmp_path, {4: None}, kept=1)
+    assert names(tmp_path) == {"2", "4"}
+
+
 def test_a_validation_that_cannot_be_reached_is_not_set_aside(tmp_path, monkeypatch):
     """Cloud clients raise many kinds of errors, some of which a damaged file would cause, too."""
     save(tmp_path, {1: 1.0}, kept=1)

@@ -213,6 +213,15 @@ def test_an_output_that_is_lost_asks_for_a_checkpoint(monkeypatch):
         assert not notice.now(False)
 
 
+@pytest.mark.parametrize("wait, heard", [(False, [False, True]), (True, [True, True])])
+def test_hosts_agree_on_a_notice_one_step_late_unless_they_wait_anyway(wait, heard, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with hosts.Notice() as notice:
+        assert not notice.now(True)
+        signal.raise_signal(signal.SIGTERM)
+        assert [notice.now(wait), notice.now(wait)] == heard
+
+
 @pytest.mark.slow
 def test_two_processes_go_back_together_from_a_damaged_checkpoint(tmp_path, short_stores):
     finish(start(2, 1, [tmp_path] * 2, short_stores))

@@ -56,6 +56,7 @@ def test_all_hosts_are_set_up(cloud):
     assert "10.0.0.2:/share /mnt/runs nfs" in "\n".join(calls) and "-e '.[tpu,gcs]'" in "\n".join(calls)
     again = "\n".join(cloud(TPU, "setup", ZONE="z", EXTRAS="eval")[1])
     assert "10.0.0.2:/share /mnt/runs nfs" in again and "-e '.[tpu,gcs,eval]'" in again
+    assert not any("mount" in call for call in cloud(TPU, "setup", ZONE="z", NFS="")[1])
 
 
 def test_a_new_slice_is_like_the_old_one_and_has_its_commit(cloud):

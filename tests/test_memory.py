@@ -19,7 +19,8 @@ from diffeqformer.training import loop, room, validation
 from diffeqformer.training import run as training_run
 from diffeqformer.training.room import bytes_of_loops, train_step_by_shapes, with_microbatches
 from diffeqformer.training.step import Program
-from helpers import ONE_DEVICE, change, first_state, tokens_of, toy_config
+from diffeqformer.transformer import weights_at
+from helpers import ONE_DEVICE, change, first_state, lively_model, tokens_of, toy_config
 from runs import command
 
 
@@ -138,6 +139,12 @@ def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path)
     assert free_with(tmp_path / "v1", "5:cpu:/\n4:memory,x:/docker/c\n", version_1) == 100
     monkeypatch.setattr(device_memory, "free_on_host", lambda: 800)
     assert device_memory.free_bytes(cpus) == 800 // len(cpus)  # they share it
+
+
+def test_weights_too_large_are_said_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
+    with pytest.raises(UserError, match="^num_steps: the weights of 6 steps would take"):
+        weights_at(lively_model("diffeqformer"))
 
 
 def test_shapes_tell_what_the_loops_over_depth_store():

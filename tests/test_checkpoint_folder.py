@@ -60,16 +60,6 @@ def test_a_reader_beside_a_training_tries_the_newest_checkpoint_once_more(tmp_pa
         checkpoint.load(tmp_path)
 
 
-def test_checkpoints_without_validations_are_kept_by_age_alone_and_none_is_best(tmp_path):
-    save(tmp_path, {1: None, 2: None, 3: None}, kept=2)
-    assert names(tmp_path) == {"2", "3"}
-    with pytest.raises(UserError, match="^--step: no checkpoint in .* was saved with a validation; give 2 or 3$"):
-        opened(tmp_path, "best")
-    sentence = "^--step: must be best or the step of a checkpoint in .*, 2 or 3, but it is 1$"
-    with pytest.raises(UserError, match=sentence):
-        opened(tmp_path, 1)
-
-
 @pytest.mark.parametrize("content", ["{", '{"perplexity": 1.0}', '{"loss": 1.0, "sha256": "0"}'])
 def test_a_damaged_validation_is_named_and_set_aside(tmp_path, content, capsys):
     save(tmp_path, {1: 1.0, 2: 2.0, 3: None}, kept=3)

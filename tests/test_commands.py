@@ -1,19 +1,14 @@
 """What commands say of themselves, and the one sentence and the status with which every error ends them."""
 
 import os
-import re
 import subprocess
 import sys
 
 import pytest
-from absl import flags
 
 from diffeqformer.__main__ import COMMANDS, module_of, summary
 from diffeqformer.config import base_config, fields_of
 from diffeqformer.config_fields import CONFIG_FIELDS
-from diffeqformer.console import command_line
-from diffeqformer.console.command_line import config_file, configs
-from diffeqformer.errors import UserError
 from helpers import ROOT
 from runs import command
 
@@ -32,20 +27,11 @@ def test_every_command_is_listed_in_one_line():
     assert (wrong.returncode, wrong.stderr) == (1, said)
 
 
-HELP = {
-    "main": ["config", "[no]help_config", "workdir", "coordinator"],
-    "generate": ["workdir", "step", "prompt", "coordinator"],
-    "plan": ["config", "topology", "slices"],
-}
-
-
-@pytest.mark.parametrize("name", HELP)
-def test_help_shows_the_options_of_the_command_and_no_others(name):
-    done = command(name, "--help", "--no_such_option")
+def test_help_shows_the_options_of_the_command_and_no_others():
+    done = command("main", "--help", "--no_such_option")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"python -m diffeqformer.{name} " in done.stdout.partition("\n  --")[0]
-    assert all(f"\n  --{option}: " in done.stdout for option in HELP[name])
-    assert "--config:" in done.stdout or "config" not in HELP[name]
+    assert "python -m diffeqformer.main " in done.stdout.partition("\n  --")[0]
+    assert all(f"\n  --{option}: " in done.stdout for option in ("config", "workdir", "coordinator"))
     assert "--alsologtostderr" not in done.stdout and "--jax" not in done.stdout
 
 
@@ -54,28 +40,10 @@ def test_every_field_of_a_config_is_explained():
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(field.name for field in CONFIG_FIELDS) == sorted(fields_of(base_config("", "diffeqformer")))
     assert all(field.help for field in CONFIG_FIELDS)
-    assert "\n--config.optimizer.learning_rate=0.0006\n    peak rate, after the warm-up\n" in done.stdout
-    assert "\n--config.data.train_files=''\n    Local files to use instead of a corpus: comma-" in done.stdout
-
-
-def test_a_config_is_named_by_its_name_or_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert set(configs()) == {path.stem for path in (ROOT / "configs").glob("*.py")}
-    assert config_file("tiny:gpt") == f"{ROOT}/configs/tiny.py:gpt"
-    (tmp_path / "tiny").touch()  # a file of that name comes first
-    assert config_file("tiny:gpt") == "tiny:gpt"
+    assert "\n--config.optimizer.learning_rate=0.0006\n    peak rate" in done.stdout
 
 
 FAILS = "from diffeqformer.console import command_line; command_line.run(lambda: {}['missing'])"
-OURS = """
-from diffeqformer.config import base_config
-def get_config(model="gpt"):
-    config = base_config("mine", model)
-"""
-CONFIGS = {
-    "raises": ("raise KeyError('x')", "the file can't be loaded, KeyError: 'x'"),
-    "changes a type": (f"{OURS}    config.steps = 3.5", "the file can't be loaded, TypeError: Could not override"),
-}
 
 
 def test_an_error_that_nobody_foresaw_is_one_sentence_unless_one_wants_to_see_where():
@@ -87,36 +55,18 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_unless_one_wants_to_see_wh
         assert done.returncode == 1 and done.stderr.startswith("Traceback") == wanted == ("\n  File" in done.stderr)
 
 
-@pytest.fixture
-def config_option():
-    """The option --config in this process."""
-    command_line.define_config()
-    yield
-    sys.modules.pop("config_config", None)  # the file that it loaded
-    for name in ("config", "help_config"):
-        delattr(flags.FLAGS, name)
-
-
-@pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collections
-@pytest.mark.parametrize("what", CONFIGS)
-def test_a_config_file(what, tmp_path, config_option):
-    content, sentence = CONFIGS[what]
-    (tmp_path / "mine.py").write_text(content)
-    with pytest.raises(UserError, match=f"^--config: {re.escape(sentence)}") as error:
-        command_line.parse_config(["main", f"--config={tmp_path / 'mine.py'}"], lambda line: None)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     "name, arguments, sentence",
     [
         ("main", ["--config=tiny", "--workdir=http://host/run"], "--workdir: must be a folder of this machine or on"),
+        ("main", ["--config=mine.py"], "--config: the file can't be loaded, KeyError: 'x'"),
         ("generate", ["--prompt=a", "--num_steps=1000000000"], "num_steps: must be at most 65,"),
         ("inspect", ["--step=last"], "--step: must be best or the step of a checkpoint in "),
     ],
 )
-def test_an_argument(name, arguments, sentence, run):
-    done = command(name, *arguments, *([] if name == "main" else [f"--workdir={run}"]))
+def test_an_argument(name, arguments, sentence, run, tmp_path):
+    (tmp_path / "mine.py").write_text("raise KeyError('x')")
+    done = command(name, *arguments, *([] if name == "main" else [f"--workdir={run}"]), folder=tmp_path)
     [line] = done.stderr.splitlines()
     assert done.returncode == 1 and line.startswith(f"diffeqformer: {sentence}") and len(line) < 400
 
@@ -130,14 +80,11 @@ def test_an_argument(name, arguments, sentence, run):
         ("| head -c 1 >/dev/null", 1, "diffeqformer: the output was closed before its end"),
     ],
 )
-def test_an_output(output, status, sentence, run, tmp_path):
-    writes = "[print(9, flush=True) for _ in range(9999)]"
-    many = FAILS.replace("{}['missing']", writes)
-    line = (
-        f'{sys.executable} -c "{many}"'
-        if "|" in output
-        else f"{sys.executable} -m diffeqformer.inspect --workdir={run}"
-    )
+def test_an_output(output, status, sentence, run):
+    line = f"{sys.executable} -m diffeqformer.inspect --workdir={run}"
+    if "|" in output:
+        many = FAILS.replace("{}['missing']", "[print(9, flush=True) for _ in range(9999)]")
+        line = f'{sys.executable} -c "{many}"'
     line = f"set -o pipefail; {line} {output}"
     done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr

@@ -10,7 +10,6 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffeqformer.config import (
-    REMOVED,
     check_config,
     check_overrides,
     check_tokenizer,
@@ -27,16 +26,12 @@ from diffeqformer.parallel.mesh import check_tiles, make_mesh
 from diffeqformer.training.resuming import check_resumable
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, split_model, vector_field
-from helpers import CONFIGS, lively_model, load_config, save_params, some_slow, toy_config
+from helpers import CONFIGS, lively_model, load_config, save_params, toy_config
 from runs import command
 
 TENSOR = {"mesh__tensor": 4, "model__vocab_multiple": 16}
 PAIRS = [(name, model) for name in CONFIGS for model in MODELS]
-
-
-def not_typical(pair: tuple[str, str]) -> bool:
-    """Whether a pair is neither a DiffEqFormer nor of the first config."""
-    return pair[0] != CONFIGS[0] and pair[1] != "diffeqformer"
+TYPICAL = [pair for pair in PAIRS if pair[0] == "tiny" or pair[1] == "diffeqformer"]
 
 
 @pytest.mark.parametrize("name, model", [*PAIRS, *((name, "recipe") for name in CONFIGS), ("tiny", "elastic")])
@@ -59,7 +54,7 @@ def test_a_recipe_has_the_layers_of_a_llama_as_knots(name):
     }
 
 
-@pytest.mark.parametrize("name, model", some_slow(PAIRS, not_typical))
+@pytest.mark.parametrize("name, model", TYPICAL)
 def test_a_train_step_keeps_the_shapes_of_the_state(name, model):
     config = load_config(name, model)
     program = Program(config, make_mesh())
@@ -107,13 +102,12 @@ def test_a_wrong_value_is_refused_by_name():
         ("diffeqformer", {"model__remat": "reversible"}, "model.remat: must not be reversible for model.solver euler;"),
         ("diffeqformer", {"model__generate_chunk": 4, "model__training_times": "shifted"},
             "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps "),
-        ("diffeqformer", {"model__generate_chunk": 4, "model__training_depths": "4,8", "model__num_steps": 7},
-            "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps "),
         ("looped", {"microbatches": 0, "model__generate_chunk": 2}, "microbatches: must be at least 1 with model.gen"),
         ("gpt", {"model__heads": 5}, "model.heads: must divide model.width "),
         ("llama", {"model__key_value_heads": 3}, "model.key_value_heads: must divide model.heads "),
         ("llama", {"model__field": "gpt"}, "model.field: must be the same as model.kind, llama, but it is 'gpt'"),
         ("gpt", {"data__task": "no_such_task"}, "data.task: must be one of python_stdlib, "),
+        ("gpt", {"steps": 10**23}, r"steps: must be between -2\*\*31 and"),
     ],
 )
 # fmt: on
@@ -128,41 +122,32 @@ def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
         check_tiles(field, 8, **axes, vocabulary=512, positions=100, tiled=True)
 
     check(fsdp=1, tensor=4)  # which doesn't cut positions
-    with pytest.raises(UserError, match=r"^config.mesh.fsdp: must cut config.model.max_length \(100\) .* as 1 would"):
-        check(fsdp=2, tensor=2)
-    heads = "^config.mesh.tensor: must cut the heads' width of a device .* as 1, 2, 4 would"
-    with pytest.raises(UserError, match=heads):
-        check(fsdp=1, tensor=8)
-    width = r"fsdp: must cut config.model.width .* tiles \(16 rows\), but it is 2$"
-    with pytest.raises(UserError, match=width):
-        check(width=24, heads=2, fsdp=2, tensor=2)
+    for wrong, sentence in (
+        ({"fsdp": 2, "tensor": 2}, r"fsdp: must cut config.model.max_length \(100\)"),
+        ({"fsdp": 1, "tensor": 8}, "tensor: must cut the heads' width of a device .* as 1, 2, 4 would"),
+        ({"width": 24, "heads": 2, "fsdp": 2, "tensor": 2}, "fsdp: must cut config.model.width"),
+    ):
+        with pytest.raises(UserError, match=f"^config.mesh.{sentence}"):
+            check(**wrong)
 
 
-def test_a_config_saved_before_a_field_existed_has_its_default():
-    fields = toy_config("gpt").to_dict()
-    del fields["model"]["field"], fields["model"]["vocab_multiple"], fields["microbatches"], fields["data"]["tokenizer"]
-    del fields["mesh"]
-    fields["model"]["remat"] = False
-    config = saved_config(fields)
-    check_config(config, num_devices=8)
-    assert config.to_dict() == toy_config("gpt").to_dict()
-
-
-def test_a_saved_config_may_have_removed_fields_at_their_defaults_alone():
-    for values in (REMOVED, {**REMOVED, "model.step_features": False, "on_damage": "older"}):  # its first type
-        fields = flatten_dict(toy_config().to_dict(), sep=".") | values
-        assert saved_config(unflatten_dict(fields, sep=".")).to_dict() == toy_config().to_dict()
+def test_a_saved_config_of_an_earlier_version_keeps_its_meaning():
+    """Where it is older than the runs of test_old_runs, or has other values."""
+    fields = flatten_dict(toy_config().to_dict(), sep=".")
+    for name in ("microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.vocab_multiple", "data.tokenizer"):
+        del fields[name]
+    fields |= {"model.remat": False, "model.step_features": False}  # their first types
+    assert saved_config(unflatten_dict(fields, sep=".")).to_dict() == toy_config().to_dict()
     begun = fields | {"base": "runs/a", "base_step": "best"}  # before a base had an end for it
     assert saved_config(unflatten_dict(begun, sep=".")).base == "runs/a@best"
-    for name, wrong in (("model.step_features", True), ("model.step_features", 8), ("optimizer.moment_dtype", "bf16")):
-        with pytest.raises(ValueError, match=rf"^config\.{name} is {wrong!r}, but this version only knows "):
-            saved_config(unflatten_dict({**fields, name: wrong}, sep="."))
+    with pytest.raises(ValueError, match=r"^config\.model\.step_features is 8, but"):
+        saved_config(unflatten_dict({**fields, "model.step_features": 8}, sep="."))
     for kind, unit in (("gpt", True), ("shared", True), ("shared", False)):  # what `span` says now
         config = toy_config(kind, model__span=0.0 if unit else 1.0)
         saved = flatten_dict(config.to_dict(), sep=".") | {"model.span": 1.0, "model.unit_steps": unit}
         assert saved_config(unflatten_dict(saved, sep=".")).to_dict() == config.to_dict()
     fields["model.training_times"] = "jittered"
-    with pytest.raises(ValueError, match="^config.model.training_times: must be one of .*, but it is 'jittered'"):
+    with pytest.raises(ValueError, match="^config.model.training_times: must be one of"):
         saved_config(unflatten_dict(fields, sep="."))
 
 
@@ -190,36 +175,6 @@ def test_what_may_change_between_runs():
             check_resumable(config, saved, pathlib.Path("runs/toy"))
 
 
-def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
-    missing, unknown, mistyped, huge = (toy_config().unlock() for _ in range(4))
-    del missing.steps
-    unknown.model.widht = 3
-    with mistyped.ignore_type():
-        mistyped.steps = "many"
-    huge.steps = 10**23
-    for config, sentence in (
-        (missing, r"steps: this field is missing"),
-        (unknown, r"model\.widht: there is no such field; did you mean model\.width\?"),
-        (mistyped, r"steps: must be of type int, but it is 'many'"),
-        (huge, r"steps: must be between -2\*\*31 and"),
-    ):
-        with pytest.raises(UserError, match=rf"^config\.{sentence}"):
-            check_config(config, num_devices=8)
-
-
-@pytest.mark.parametrize(
-    "argument, sentence",
-    [
-        ("--config.model.widht=3", r"config\.model\.widht: there is no such field; did you mean model\.width\?"),
-        ("--config.mesh.pipe=2", r"config\.mesh\.pipe: there is no such field$"),
-        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=tiny:gpt"),
-    ],
-)
-def test_a_wrong_override_is_refused_by_name(argument, sentence):
-    with pytest.raises(UserError, match=sentence):
-        check_overrides(["main.py", "--config=configs/tiny.py", argument])
-
-
 @pytest.mark.parametrize(
     "model, argument, why",
     [
@@ -227,7 +182,6 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
         ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
-        ("neox", "--config.model.biases=qkv", "the block of model.field neox doesn't read it"),
         ("gpt", "--config.model.rope_theta=5e5", "the block of model.field gpt doesn't read it"),
     ],
 )
@@ -262,6 +216,9 @@ UP = ["--config=tiny", "--config.data.task=../up", "--config.data.module=mine"]
         (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
         (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
         (["--config=tiny", "--config.steps=many"], "--config.steps: must be a whole number, but it is 'many'"),
+        (["--config=tiny", "--config.model.lora_alpha=4"], "config.model.lora_alpha: must be left out, because lora_"),
+        (["--config=tiny", "--config.model.widht=3"], "config.model.widht: there is no such field; did you mean"),
+        (["--config=tiny", "--config.model.kind=gpt"], "config.model.kind: choose the model "),
         (["--config=tiny", "--verbos"], "verbos"),
         (UP, "config.data.task: must be a name of letters, digits, dots"),
         (["--config=configs/tiny.py", *PATTERN], "config.data.train_files: no file matches 'absent*'"),
@@ -277,10 +234,7 @@ def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
 
 
 @pytest.mark.long
-def test_training_knows_what_its_command_line_says(tmp_path):
-    """Values that nothing reads, and defaults that a base doesn't have."""
-    done = command("main", "--config=tiny", "--config.model.lora_alpha=4", f"--workdir={tmp_path / 'new'}")
-    assert done.returncode == 1 and "config.model.lora_alpha: must be left out, because lora_rank is 0" in done.stderr
+def test_a_default_that_the_command_line_gives_must_be_the_bases(tmp_path):
     config = toy_config(model__solver="lie_trotter", model__max_length=256)
     save_params(tmp_path / "base", config, {3: split_model(lively_model(**config.model))[1]}, data_sha256="")
     options = ["--config=finetune_openwebtext_to_wikitext103:full", f"--config.base={tmp_path / 'base'}"]

@@ -1,11 +1,9 @@
 """Damaged checkpoints are noticed, named and, in training, set aside."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
 import shutil
-import types
 from unittest import mock
 
 import jax
@@ -27,7 +25,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.hooks import Hooks
-from diffeqformer.training.run import Run, set_aside_if_damaged
+from diffeqformer.training.run import set_aside_if_damaged
 from helpers import drawn, save_params, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
@@ -65,7 +63,6 @@ def test_a_checksum_has_one_value_for_each_type_wherever_it_is_computed(monkeypa
 
 
 def flip(file: pathlib.Path, place: int, bit: int) -> None:
-    """Flip one bit of a file."""
     content = bytearray(file.read_bytes())
     content[place] ^= 1 << bit
     file.write_bytes(content)
@@ -132,6 +129,7 @@ def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before
     with pytest.raises(UserError, match=f"{said} or, if a running training has replaced it, start again$"):
         inspect_run(hurt)
     assert not (hurt / "damaged").exists()
+    assert checkpoint.load(hurt, step=2).step == checkpoint.load_on_all(hurt, step=2).step == 2
 
     (hurt / "checkpoints" / "6" / "metrics" / "metrics").write_text("{")
     capsys.readouterr()
@@ -218,11 +216,7 @@ def test_a_damaged_record_is_passed_over(checkpoints, monkeypatch):
 
 def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):
     config = toy_config()
-    params = drawn(config.model)[1]
-    save_params(tmp_path / "run", config, {1: params})
-    save_params(
-        tmp_path / "NaN", config, {1: jax.tree.map(lambda leaf: jnp.asarray(leaf).at[..., 0].set(jnp.nan), params)}
-    )
+    save_params(tmp_path / "run", config, {1: drawn(config.model)[1]})
     made = pathlib.Path(materialize(tmp_path / "run", dtype="bfloat16"))
     recorded = checkpoint.load(made).about.checksums
     assert len(recorded) == len(inspect_run(made)["parameters"])
@@ -230,8 +224,6 @@ def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(t
         hurt_arrays(folder / "checkpoints" / "1")
         with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
             checkpoint.load(folder)
-    with pytest.raises(UserError, match="NaN, checkpoint 1: all parameters must be finite numbers"):
-        materialize(tmp_path / "NaN", output=tmp_path / "other")
     with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
         materialize(tmp_path / "run", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -271,21 +263,3 @@ def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_
         Hooks.save(hooks, 1, {"params": {}}, None, stops)
         assert done == expected
         done.clear()
-
-
-def test_a_step_goes_on_while_the_store_is_checked_and_ends_with_its_damage():
-    run = types.SimpleNamespace(verified=concurrent.futures.Future())
-    Run.check_store(run)
-    run.verified.set_exception(UserError("damaged"))
-    for wait in (True, False):
-        with pytest.raises(UserError, match="damaged"):
-            Run.check_store(run, wait)
-
-
-def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
-    config = toy_config()
-    save_params(tmp_path, config, dict.fromkeys((1, 2), drawn(config.model)[1]))
-    shutil.rmtree(tmp_path / "checkpoints" / "2" / "about")
-    assert checkpoint.load(tmp_path, step=1).step == checkpoint.load_on_all(tmp_path, step=1).step == 1
-    with pytest.raises(UserError, match="checkpoints/2"):
-        checkpoint.load(tmp_path)

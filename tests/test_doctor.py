@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 from diffeqformer import doctor
-from diffeqformer.doctor import Needs, Row
+from diffeqformer.doctor import Needs
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.memory import bytes_of
 from diffeqformer.training import utilisation
@@ -106,19 +106,6 @@ def test_the_store_that_a_config_names_must_be_there(tmp_path):
     assert doctor.store(config, str(tmp_path)).verdict == "ok"
 
 
-def test_rows_are_printed_as_they_come_and_what_is_wrong_ends_with_a_sentence(capsys):
-    def rows():
-        yield Row("clocks", "0.1 s apart", "within 1 s", "ok", "not said")
-        assert "clocks" in capsys.readouterr().out
-        yield Row("slowest matmul", "1 TFLOP/s", "100", "slow", "look at the chip")
-
-    doctor.report(rows())
-    said = capsys.readouterr().out
-    assert "look at the chip\nNothing is wrong, but this is slow: slowest matmul\n" in said and "not said" not in said
-    with pytest.raises(UserError, match="^devices: wrong; do what the table above says$"):
-        doctor.report([Row("devices", "", "", "wrong", "use others")])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), (*TINY, "--undefok=verify", "--noverify")], ids=["alone", "config"])
 def test_the_command_examines_a_machine(options, tmp_path):
@@ -131,11 +118,6 @@ def test_the_command_examines_a_machine(options, tmp_path):
     checks += ["disk of config.data.dir"] * bool(options)
     assert [line[9:].startswith(check) for line, check in zip(lines, checks, strict=False)] == [True] * len(checks)
     assert lines[len(checks)] == "Nothing is wrong" and not os.listdir(tmp_path)
-
-
-def test_an_error_of_the_config_is_a_sentence(tmp_path):
-    done = command("doctor", "--config=tiny", "--config.mesh.fsdp=3", f"--workdir={tmp_path}")
-    assert done.returncode == 1 and done.stderr.startswith("diffeqformer: config.mesh: data x fsdp x tensor must make")
 
 
 @pytest.mark.slow

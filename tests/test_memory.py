@@ -211,7 +211,7 @@ def test_a_plan_for_gpus_knows_that_shifted_grids_have_one_more_step():
         assert shifted[what] * 6 == fixed[what] * 7
 
 
-def test_the_fewest_microbatches_that_fit_are_taken_where_their_number_is_open():
+def test_the_fewest_microbatches_that_fit_are_taken_where_their_number_is_open(tmp_path, monkeypatch):
     """They divide a device's examples. If none fit, there is one example at a time; if the memory isn't known, one."""
     open_program, *programs = (
         Program(toy_config("gpt", batch_size=16, microbatches=number), make_mesh((8, 1, 1))) for number in range(3)
@@ -225,6 +225,9 @@ def test_the_fewest_microbatches_that_fit_are_taken_where_their_number_is_open()
         chosen = with_microbatches(open_program, memory)
         assert (chosen.config.microbatches, open_program.config.microbatches) == (number, 0)
         assert chosen.mesh == open_program.mesh and chosen.attention == open_program.attention
+    monkeypatch.setattr(training_run, "make_mesh", lambda *_: open_program.mesh)
+    monkeypatch.setattr(training_run, "bytes_of_device", lambda _: enough[2])
+    assert training_run.make_program(open_program.config, tmp_path).config.microbatches == 2
 
 
 def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
@@ -244,7 +247,6 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
 def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
     asked = []
     monkeypatch.setattr(training_run, "check_memory", lambda program, will_train: asked.append(will_train))
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
     for _ in range(2):  # the second has finished
         loop.train(toy_config("gpt", steps=2, data__dir=str(short_stores)), tmp_path / "run")
     assert asked == [True, False]

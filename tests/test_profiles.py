@@ -60,20 +60,14 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
     assert utilisation.step_flops(config) == tokens * (4 * frozen + head)
 
 
-def test_a_trace_has_the_steps_from_the_start_of_a_process_to_its_end_and_replaces_an_earlier_one(tmp_path):
-    """It waits for devices around them: until the state of the step before is ready, and that of the last one."""
-    for _ in range(2):
-        trace, waited = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0)), []
-        with mock.patch.object(jax, "block_until_ready", waited.append):
-            for step in (5, 6, 7):
-                trace.before(step, {"after": step - 1})
-                trace.after(step, {"after": step}, stopping=False)
-        assert waited == [{"after": 4}, {"after": 6}]
-    trace = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0))
-    trace.before(4, {})
-    trace.after(4, {}, stopping=True)
-    files = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")
-    assert sorted(file.parent.name for file in files) == ["steps-4-4", "steps-5-6"]
+def test_a_trace_waits_for_devices_around_its_steps(tmp_path):
+    """Until the state of the step before is ready, and that of the last one; also where a process begins among them."""
+    trace, waited = profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0)), []
+    with mock.patch.object(jax, "block_until_ready", waited.append):
+        for step in (5, 6, 7):
+            trace.before(step, {"after": step - 1})
+            trace.after(step, {"after": step}, stopping=False)
+    assert waited == [{"after": 4}, {"after": 6}]
 
 
 def test_a_run_goes_on_if_its_trace_can_not_be_written(tmp_path, capsys):
@@ -114,10 +108,6 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
     monkeypatch.setattr(checkpoint, "save", lambda *args: passes(5, save(*args)))
     with pytest.raises(UserError, match="died at step 4"):
         loop.train(config, tmp_path, started=clock.seconds)
-    assert checkpoint.load(tmp_path).about.time_spent == {
-        "began": 1000, "from_step": 0, "elapsed": 102,
-        "steps": 2, "start-up": 0, "compilation": 100, "evaluation": 0, "saves": 0, "profiling": 0,
-    }  # fmt: skip
     assert "goodput:" not in capsys.readouterr().out
     passes(50)
     loop.train(config, tmp_path, started=clock.seconds)
@@ -127,20 +117,3 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
     out = capsys.readouterr().out
     assert out.count("goodput:") == 1 and line in out
     assert checkpoint.load(tmp_path).about.time_spent["steps"] == 6
-
-
-def test_goodput_without_the_record_of_an_earlier_version_and_with_a_clock_that_was_set_back(clock):
-    """And after a damaged checkpoint, whose record doesn't count."""
-    resumed = goodput.Stopwatch(clock.seconds)
-    resumed.resume({"began": 400.0, "steps": 200.0}, step=5000)
-    resumed.resume(None, step=4000)
-    clock.seconds += 30
-    resumed.lap("start-up")
-    clock.seconds += 90
-    resumed.lap("steps")
-    line = "goodput: train steps took 75.0% of the 2:00 since step 4,000; start-up 25.0%"
-    assert goodput.describe(resumed.record()) == line
-    clock.seconds -= 10_000
-    again = goodput.Stopwatch(clock.seconds)
-    again.resume(resumed.record(), step=5000)
-    assert goodput.describe(again.record()) == line

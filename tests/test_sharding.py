@@ -158,14 +158,6 @@ def test_the_state_is_shared_and_stays_in_place(shape, width, shares):
     assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
 
 
-def test_copies_of_a_model_divide_its_generator_into_whole_tiles():
-    def parts(shape, kind="diffeqformer"):
-        return Program(sharded_config(kind), make_mesh(shape)).mesh.shape["generator"]
-
-    assert [parts(shape) for shape in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1))] == [4, 2, 1, 1]  # of 32 rows
-    assert parts((8, 1, 1), "gpt") == 1
-
-
 class Device:
     process_index, device_kind = 0, "any"
 

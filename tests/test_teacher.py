@@ -114,13 +114,10 @@ def test_a_teacher_that_does_not_suit_is_refused(tmp_path):
     cases = (
         ({"teacher": "none", "teacher_weight": 1.0}, "teacher: must be the folder of a trained run, but none has no"),
         ({"teacher": "large", "teacher_weight": 1.0}, "teacher: must have 257 ids, as this model has, but it has 300"),
-        ({"teacher": "small", "teacher_weight": 1.0, "sequence_length": 64, "model__max_length": 64}, "teacher: small "
-         "doesn't suit this run: config.sequence_length: must not exceed the number of positions, model.max_length"),
         ({"teacher": "small", "teacher_weight": 1.0, "mesh__tensor": 8}, "teacher: small doesn't suit this run: "
          "config.mesh.tensor: must divide config.model.heads"),
         ({"teacher": "small"}, "teacher: must come with a config.teacher_weight above 0, but it is 'small'"),
         ({"teacher_weight": 1.0}, "teacher_weight: must come with config.teacher or config.base, .* but it is 1.0"),
-        ({"teacher_weight": -1.0}, "teacher_weight: must not be negative, but it is -1.0"),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)

@@ -29,7 +29,6 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import hooks, loop, optimizer, resuming, run
-from diffeqformer.training.room import train_step_by_shapes
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import split_model
@@ -182,19 +181,6 @@ def test_a_sample_that_needs_too_much_memory_does_not_fail_a_finished_run(monkey
 
 
 @pytest.mark.long
-def test_the_sample_comes_from_parameters_on_all_devices():
-    config = toy_config()
-    samples = []
-    for mesh in (ONE_DEVICE, make_mesh()):
-        program, state, _ = run_steps(config, mesh, 0)
-        params = program.undivided(state["params"])
-        assert params["depth"]["layers"]["qkv"]["projection"].is_fully_replicated
-        model = nnx.merge(program.graph, params)
-        samples.append(loop.sample(config, model, ByteTokenizer()))
-    assert samples[0] == samples[1] and len(samples[0]) > 4
-
-
-@pytest.mark.long
 def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
@@ -286,20 +272,6 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
     jax.tree.map(np.testing.assert_array_equal, split_model(ended.model)[1], first)
     assert max(curves(ours / "ended-8")["validation/loss"]) == 8
     assert compare.read_run(str(ours / "ended-8"))[0].end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]
-
-
-@pytest.mark.long
-def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
-    """Resumed where there is more memory, it takes fewer."""
-    tried = Program(short(short_stores, microbatches=2), ONE_DEVICE)
-    room_for_two = int(sum(train_step_by_shapes(tried).values()) / 0.9) + 1
-    for steps, memory, number in ((4, room_for_two, 2), (8, None, 1)):
-        monkeypatch.setattr(run, "bytes_of_device", lambda _, memory=memory: memory)
-        loop.train(change(short(short_stores, microbatches=0), steps=steps), tmp_path)
-        assert checkpoint.read_about(folder_of(tmp_path), steps).config["microbatches"] == number
-        said = capsys.readouterr().out
-        assert f"microbatches: {number}; by its shapes, a train step needs" in said
-        assert ("tokens in 2 microbatches" in said) == (number == 2)
 
 
 @pytest.mark.long

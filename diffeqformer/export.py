@@ -207,7 +207,7 @@ def model_card(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps
     )
 
 
-def main() -> None:
+if __name__ == "__main__":
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     step = command_line.define_step()
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
@@ -221,7 +221,3 @@ def main() -> None:
         print(f"{said}\nlargest error of a logit: {error:.1e} of the largest, in {SENTENCE!r}, as opened again")
 
     command_line.run(command, verbosity=logging.FATAL)
-
-
-if __name__ == "__main__":
-    main()

@@ -258,7 +258,7 @@ def new_checkpoints(output: epath.Path, option: str) -> Iterator[None]:
             made = folder if output.exists() else output
             folder.mkdir(parents=True, exist_ok=True)
             occupied = any(folder.iterdir())
-    if hosts.any_process(occupied):
+    if any(hosts.of_all(occupied)):
         raise UserErrorEverywhere(
             f"{option}: {output} already holds a checkpoint, or the remains of one; give another folder, or delete it"
         )

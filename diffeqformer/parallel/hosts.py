@@ -186,11 +186,6 @@ def of_all(value: Any) -> list:
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
 
 
-def any_process(flag: bool) -> bool:
-    """Whether something holds on one process at least. All must call this together."""
-    return any(of_all(flag))
-
-
 def check_same(values: dict[str, object], remedy: str) -> None:
     """Check that values are the same on every process. If not, all raise a UserErrorEverywhere that names these."""
     hashes = [hashlib.sha256(repr(value).encode()).hexdigest() for value in values.values()]

@@ -301,7 +301,7 @@ def restored(run: Run, step: int) -> dict | None:
                 raise UserError(f"{aside}; start again to go on from the one before it") from raised
             raise
         error = raised
-    if not hosts.any_process(error is not None):
+    if not any(hosts.of_all(error is not None)):
         return state
     with hosts.all_succeed("the newest checkpoint"):
         if hosts.is_first():

@@ -333,7 +333,7 @@ def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About
         try:
             return found, (step, read_about(folder, step))
         except Damaged as error:
-            if may_pass(error):
+            if may_pass(error.__cause__):
                 raise
             found.append(error)
     if found:

@@ -161,11 +161,6 @@ def best_step(folder: epath.Path) -> int | None:
     return min(losses, key=losses.get, default=None)
 
 
-def older(folder: epath.Path, step: int) -> int | None:
-    """The step of the checkpoint before another one; None if there is none."""
-    return max((other for other in steps_of(folder) if other < step), default=None)
-
-
 @contextlib.contextmanager
 def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
     """Turn an error in reading a checkpoint's files, or a wrong checksum, into `Damaged`, which ends with a remedy."""
@@ -179,7 +174,7 @@ def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
         if out_of_memory(error) or not isinstance(error, Exception):
             raise error from None
         remedy = remedy or "restore its files, or choose another checkpoint"
-        remedy = "see that it can be read, and start again" if _passes(error) else remedy
+        remedy = "see that it can be read, and start again" if may_pass(error) else remedy
         message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         raise Damaged(message, folder, step) from error
 
@@ -238,12 +233,8 @@ def move_aside(path: epath.Path, aside: epath.Path, name: str) -> epath.Path:
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "ABORTED", "CANCELLED", "RESOURCE_EXHAUSTED")
 
 
-def may_pass(error: Damaged) -> bool:
-    """Whether a checkpoint can't be read for a reason that may pass, such as a disk that can't be reached."""
-    return _passes(error.__cause__)
-
-
-def _passes(cause: Exception | None) -> bool:
+def may_pass(cause: BaseException | None) -> bool:
+    """Whether what caused a `Damaged` may pass, such as a disk that can't be reached."""
     of_disk = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     return of_disk or any(word in str(cause) for word in PASSING)
 

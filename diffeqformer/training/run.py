@@ -20,9 +20,9 @@ from diffeqformer.checkpoints.folder import (
     folder_of,
     may_pass,
     newest,
-    older,
     set_aside,
     set_validations_aside,
+    steps_of,
 )
 from diffeqformer.config import check_config, check_fields, fields_of, saved_config
 from diffeqformer.config_fields import OF_ONE_HOST
@@ -318,7 +318,9 @@ def set_aside_if_damaged(folder: epath.Path, step: int) -> str | None:
     parameters, memory. Returns what was found and done; None if nothing was.
     """
     found = checkpoint.damage_of(folder, step)
-    if found is None or may_pass(found) or older(folder, step) is None or not (folder / str(step)).exists():
+    if found is None or may_pass(found.__cause__):
+        return None
+    if min(steps_of(folder), default=step) >= step or not (folder / str(step)).exists():
         return None
     return f"{found.found}; it is now {set_aside(folder, step)}"
 

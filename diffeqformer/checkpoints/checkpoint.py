@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from diffeqformer.checkpoints.folder import (
     folder_of,
     may_pass,
     once_more,
-    open_checkpoints,
+    opening,
     readable,
     steps_of,
     work_folder,
@@ -65,9 +66,18 @@ def open_to_write(
 ) -> Iterator[ocp.training.Checkpointer]:
     """The checkpoints of a work folder, for a `with` block. Saves are complete when the block ends.
 
-    If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
+    Kept are the newest `kept`, the one that validated best, and that of the step `always`. The remains of an
+    interrupted save are removed. If only one of several processes fails, it doesn't wait for saves: Orbax would wait
+    for the others.
     """
-    checkpoints = open_checkpoints(folder_of(workdir, name), kept, always)
+    folder, policies = folder_of(workdir, name), ocp.training.preservation_policies
+    loss = operator.itemgetter("loss")
+    best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    policy = policies.AnyPreservationPolicy([policies.LatestN(kept), best, policies.CustomSteps([always])])
+    with opening(folder):
+        checkpoints = ocp.training.Checkpointer(
+            folder, context=stored_arrays.context(), preservation_policy=policy, cleanup_tmp_directories=True
+        )
     try:
         yield checkpoints
     except Exception as error:

@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
 
-from diffeqformer.checkpoints import stored_arrays
 from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.errors import UserError, UserErrorEverywhere, out_of_memory, reachable, reason_of
 from diffeqformer.orbax import ocp
@@ -65,25 +63,6 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
     return folder
 
 
-def open_checkpoints(folder: epath.Path, kept: int, always: int | None = None) -> ocp.training.Checkpointer:
-    """The checkpoints in a folder, for writing in the background. The remains of an interrupted save are removed.
-
-    Kept are the newest `kept`, the one that validated best, and that of the step `always`.
-    """
-    policies = ocp.training.preservation_policies
-    loss = operator.itemgetter("loss")
-    best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-    with _opening(folder):
-        return ocp.training.Checkpointer(
-            folder,
-            context=stored_arrays.context(),
-            preservation_policy=policies.AnyPreservationPolicy(
-                [policies.LatestN(kept), best, policies.CustomSteps([always])]
-            ),
-            cleanup_tmp_directories=True,
-        )
-
-
 def begin_save(checkpoints: ocp.training.Checkpointer, step: int, items: dict, validation: dict | None = None) -> None:
     """Start saving in the background, after the save before it has ended. `checkpoints.wait()` raises its errors.
 
@@ -105,7 +84,8 @@ def newest(checkpoints: ocp.training.Checkpointer) -> int | None:
 
 
 @contextlib.contextmanager
-def _opening(folder: epath.Path) -> Iterator[None]:
+def opening(folder: epath.Path) -> Iterator[None]:
+    """Turn any error into a UserError that names the folder of checkpoints."""
     try:
         yield
     except Exception as error:  # of the file system or a cloud client
@@ -116,7 +96,7 @@ def _opening(folder: epath.Path) -> Iterator[None]:
 
 def steps_of(folder: epath.Path) -> list[int]:
     """The training steps of the complete checkpoints in a folder, in order."""
-    with _opening(folder):
+    with opening(folder):
         found = ocp.path.step.standard_name_format().find_all(folder) if folder.exists() else ()
         return sorted(checkpoint.step for checkpoint in found)
 
@@ -155,7 +135,7 @@ def once_more(read: Callable[[], Any]) -> Any:
 def best_step(folder: epath.Path) -> int | None:
     """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation."""
     losses = {}
-    for step in reversed(steps_of(folder)):  # of equal ones, the newest, as in `open_checkpoints`
+    for step in reversed(steps_of(folder)):  # of equal ones, the newest, as in `open_to_write`
         if validation := validation_of(folder, step):
             losses[step] = validation["loss"]
     return min(losses, key=losses.get, default=None)

@@ -333,7 +333,7 @@ def damage_of(folder: epath.Path, step: int) -> Damaged | None:
         return found
 
 
-def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About] | None]:
+def damaged_records(folder: epath.Path) -> tuple[list[Damaged], int | None, About | None]:
     """What is wrong with the metadata of the newest checkpoints, and the step and metadata of the first that are whole.
 
     Raises `Damaged` if something is wrong with all of them, or one can't be read for a reason that may pass.
@@ -341,22 +341,21 @@ def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About
     found = []
     for step in reversed(steps_of(folder)):
         try:
-            return found, (step, read_about(folder, step))
+            return found, step, read_about(folder, step)
         except Damaged as error:
             if may_pass(error.__cause__):
                 raise
             found.append(error)
     if found:
         raise found[-1]
-    return found, None
+    return found, None, None
 
 
-def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict] | None:
-    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None without a checkpoint."""
+def newest_readable(workdir: epath.PathLike) -> tuple[About | None, ConfigDict | None]:
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None, None if there is none."""
     folder = folder_of(workdir)
-    _, newest = damaged_records(folder)
-    if newest is None:
-        return None
-    step, about = newest
+    _, step, about = damaged_records(folder)
+    if about is None:
+        return None, None
     with readable(folder, step):
         return about, saved_config(about.config)

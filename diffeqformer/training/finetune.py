@@ -46,7 +46,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     elif "model.kind" not in given and MODELS[config.model.kind].weights.generated:
         config = config.copy_and_resolve_references()
         config.model.kind = "diffeqformer"  # which any base suits
-    about, ours = checkpoint.newest_readable(workdir) or (None, None)
+    about, ours = checkpoint.newest_readable(workdir)
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
         model = ours.model
     else:

@@ -108,7 +108,7 @@ def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None
 
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
-    saved, there = checkpoint.newest_readable(workdir) or (None, None)
+    saved, there = checkpoint.newest_readable(workdir)
     same = there and there.data.tokenizer == config.data.tokenizer
     return (saved.tokenizer, saved.tokenizer_data) if same else None
 
@@ -194,7 +194,7 @@ def make_folder(workdir: epath.Path) -> None:
 
 def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
     """The record of the newest checkpoint, if this config can resume it; None if there is none."""
-    saved, config_there = checkpoint.newest_readable(workdir) or (None, None)
+    saved, config_there = checkpoint.newest_readable(workdir)
     if saved is None:
         return None
     if saved.materialized_from is not None:

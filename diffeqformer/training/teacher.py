@@ -94,7 +94,7 @@ def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike
     if not config.teacher_weight:
         return None
     field = teacher_field(config)
-    about, ours = checkpoint.newest_readable(workdir) or (None, None)
+    about, ours = checkpoint.newest_readable(workdir)
     if ours and about.teacher and is_base_of(config, about, ours, field):
         teacher = saved_config({**config.to_dict(), "model": about.teacher["model"]})
     else:

@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from diffeqformer.config import check_config, check_fields, check_overrides, check_rule, check_tokenizer, explain
+from diffeqformer.config import check_config, check_fields, check_overrides, check_rules, check_tokenizer, explain
 from diffeqformer.console import command_line
 from diffeqformer.data.preparation import open_stored, prepare, store_folder, tokenizer_of
 from diffeqformer.data.remote import check_writable, has_store, stage, upload
@@ -17,8 +17,7 @@ def run(config: ConfigDict) -> None:
     """
     if config.base:  # whose model training will check
         check_fields(config)
-        for rule in (rule for rule in RULES if rule.alone or rule.field.startswith("data.")):
-            check_rule(rule, config)
+        check_rules((rule for rule in RULES if rule.alone or rule.field.startswith("data.")), config)
     else:
         check_config(config, num_devices=None)  # preparation and training may run on different machines
     tokenizer = tokenizer_of(config.data)

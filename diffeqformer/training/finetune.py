@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import BEST, Damaged, NoSuchStep, Step, work_folder
-from diffeqformer.config import base_config, check_rule, place
+from diffeqformer.config import base_config, check_rules, place
 from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.depth.depths import left_out_layers, trained_depths
 from diffeqformer.errors import UserError, counted, reachable
@@ -38,8 +38,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     """
     if not config.base:
         return config
-    for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps")):
-        check_rule(rule, config)
+    check_rules((rule for rule in RULES if rule.field in ("model.kind", "model.num_steps")), config)
     if meant := given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}

@@ -40,12 +40,10 @@ from diffeqformer.data.store import token_type
 from diffeqformer.errors import UserError, UserErrorEverywhere, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of, free_bytes, size_of
-from diffeqformer.parallel.mesh import make_mesh, mesh_shape, number_of_slices
+from diffeqformer.parallel.mesh import make_mesh, number_of_slices
 from diffeqformer.planning.chips import TPUS
 from diffeqformer.rules import decay_start
-from diffeqformer.training.run import complete, saved_tokenizer
-from diffeqformer.training.step import Program
-from diffeqformer.training.teacher import config_of_teacher
+from diffeqformer.training.run import complete, program_of, saved_tokenizer
 from diffeqformer.training.utilisation import peak_of, utilisation
 
 MATMUL = 0.6  # of the peak, which large products reach on a sound chip
@@ -84,9 +82,7 @@ class Needs(NamedTuple):
 
 def needs_of(config: ConfigDict, workdir: str) -> Needs:
     """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
-    with hosts.all_succeed("the teacher"):
-        teacher = config_of_teacher(config, jax.devices(), workdir)
-    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
+    program = program_of(config, workdir)
     state = program.state_shapes
     frozen = bytes_of(program.frozen(state["params"]))
     checkpoint, once = bytes_of(state) - frozen, frozen + bytes_of(program.teacher_shapes)

@@ -12,6 +12,7 @@ from diffeqformer.doctor import Needs, Row
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.memory import bytes_of
 from diffeqformer.training import utilisation
+from diffeqformer.training.step import Program
 from flags import for_a_process
 from helpers import ONE_DEVICE, toy_config
 from runs import command, finish, start_command
@@ -66,7 +67,7 @@ def test_rates_are_compared_with_what_is_known():
 def test_a_config_needs_room_for_all_checkpoints_that_are_there_at_once(monkeypatch):
     config = toy_config(checkpoints_kept=3, mesh__data=8, model__dtype="bfloat16")
     needs = doctor.needs_of(config, "new")
-    params = bytes_of(jax.eval_shape(lambda: doctor.Program(config, needs.mesh).init(None))["params"])
+    params = bytes_of(jax.eval_shape(lambda: Program(config, needs.mesh).init(None))["params"])
     assert 3 * params <= needs.checkpoint < 3 * params + 100 and needs.checkpoints == 5 * needs.checkpoint
     assert needs.on_device <= needs.checkpoint and needs.read_rate is needs.write_rate is None
     monkeypatch.setattr(utilisation, "PEAKS", {"cpu": 1e12})

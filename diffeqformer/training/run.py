@@ -151,11 +151,16 @@ def origins_of(config: ConfigDict, about: About, saved: About | None) -> dict[st
     return {"base": base, "teacher": record_of_teacher(config, about) if config.teacher_weight else None}
 
 
-def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:
-    """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches."""
+def program_of(config: ConfigDict, workdir: epath.PathLike) -> Program:
+    """The functions of a run on all devices, not yet compiled."""
     with hosts.all_succeed("the teacher"):
         teacher = config_of_teacher(config, jax.devices(), workdir)
-    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
+    return Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())), teacher=teacher)
+
+
+def make_program(config: ConfigDict, workdir: epath.PathLike) -> Program:
+    """The same of a config that gets a number of microbatches, if it leaves that open."""
+    program = program_of(config, workdir)
     memory = bytes_of_device(program.mesh.local_devices)
     return with_microbatches(program, memory and min(hosts.of_all(memory)))
 

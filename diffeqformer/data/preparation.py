@@ -151,12 +151,7 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
 
 
 class Worker:
-    """A process of `diffeqformer.data.worker`.
-
-    Args:
-        task: the first request, which names the text and the tokenizer.
-        lock: stays held while it runs, even if this process is killed.
-    """
+    """A process of `diffeqformer.data.worker` for a task. It holds the lock, even if this process is killed."""
 
     def __init__(self, task: dict, lock: IO):
         command = [sys.executable, "-m", "diffeqformer.data.worker"]

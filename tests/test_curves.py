@@ -58,7 +58,7 @@ def test_rates_and_the_time_left_leave_out_what_does_not_come_again(monkeypatch,
 
 def test_the_config_is_a_text_of_tensorboard(tmp_path):
     progress = Progress(0, 1, 1, [TensorBoard(tmp_path, 0)])
-    progress.config({"model.kind": "gpt", "sample.prompt": "a | b"})
+    progress.trackers[0].config({"model.kind": "gpt", "sample.prompt": "a | b"})
     progress.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     [event] = events.Tensors("config/text_summary")

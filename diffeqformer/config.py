@@ -179,7 +179,7 @@ def check_model(config: ConfigDict) -> None:
     for name, default in fields_of(base_config("", "diffeqformer")).items():
         if name.startswith("model."):
             check_type(name, get_field(config, name), default)
-    of_model = (rule for rule in RULES if rule.alone and rule.field.startswith("model.") or rule.field in OF_HEADS)
+    of_model = (rule for rule in RULES if (rule.alone and rule.field.startswith("model.")) or rule.field in OF_HEADS)
     check_rules(of_model, config)
 
 

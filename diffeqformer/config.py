@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 from flax import traverse_util
@@ -161,12 +162,13 @@ def check_type(name: str, value: Any, default: Any) -> None:
         raise UserError(f"config.{name}: must be between -2**31 and 2**31, but it is {value!r}")
 
 
-def check_rule(rule: Rule, config: ConfigDict) -> None:
-    """Check one of `RULES`."""
-    value = get_field(config, rule.field)
-    if not rule.holds(value, config):
-        hint = did_you_mean(str(value), rule.names)
-        raise UserError(f"config.{rule.field}: {rule.says.format(c=config)}, but it is {value!r}{hint}")
+def check_rules(rules: Iterable[Rule], config: ConfigDict) -> None:
+    """Check some of `RULES`, in their order."""
+    for rule in rules:
+        value = get_field(config, rule.field)
+        if not rule.holds(value, config):
+            hint = did_you_mean(str(value), rule.names)
+            raise UserError(f"config.{rule.field}: {rule.says.format(c=config)}, but it is {value!r}{hint}")
 
 
 def check_model(config: ConfigDict) -> None:
@@ -177,9 +179,8 @@ def check_model(config: ConfigDict) -> None:
     for name, default in fields_of(base_config("", "diffeqformer")).items():
         if name.startswith("model."):
             check_type(name, get_field(config, name), default)
-    for rule in RULES:
-        if (rule.field.startswith("model.") and rule.alone) or rule.field in OF_HEADS:
-            check_rule(rule, config)
+    of_model = (rule for rule in RULES if (rule.alone and rule.field.startswith("model.")) or rule.field in OF_HEADS)
+    check_rules(of_model, config)
 
 
 def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:
@@ -188,8 +189,7 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
     The UserError for the first field at fault has its name, the value found and the requirement.
     """
     check_fields(config)
-    for rule in RULES:
-        check_rule(rule, config)
+    check_rules(RULES, config)
     if config.model.lora_rank:
         adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
     if num_devices is not None:

@@ -63,7 +63,6 @@ def readable(read: Callable[[str], Any], says: str) -> Values:
     return Values(reads, says)
 
 
-SCHEDULES = ("cosine", "wsd")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 KIND = Values(
     lambda v: v in MODELS, f"must be one of {', '.join(MODELS)}, or recipe after a config's name", (*MODELS, "recipe")
@@ -235,7 +234,7 @@ CONFIG_FIELDS = [
     ConfigField("optimizer.epsilon", 1e-8, POSITIVE, "added to the second moment's root"),
     ConfigField("optimizer.clip_norm", 1.0, NOT_NEGATIVE,
         "limit of the gradient's global norm; 0 disables clipping"),
-    ConfigField("optimizer.schedule", "cosine", one_of(SCHEDULES),
+    ConfigField("optimizer.schedule", "cosine", one_of(("cosine", "wsd")),
         "After the warm-up, which is linear from 0: cosine, or wsd: stable, then a linear decay. A run with wsd can be "
         "given more steps, and goes on from before its decay."),
     ConfigField("optimizer.warmup_fraction", 0.01, FRACTION, "the warm-up of cosine, as a part of the steps"),

@@ -34,7 +34,6 @@ from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Path, Transformer, abstract_model, check_weights, split_model, vector_field
 
-DTYPES = ("float32", "bfloat16", "float16")
 LARGEST_ERROR = 1e-3
 """Of an exported model's logits in fp32, as a part of the largest one."""
 
@@ -207,12 +206,12 @@ def model_card(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps
     )
 
 
-def main() -> None:
+if __name__ == "__main__":
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     step = command_line.define_step()
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     folder = flags.DEFINE_string("to", None, "Folder to write.", required=True)
-    dtype = flags.DEFINE_enum("dtype", "float32", DTYPES, "Type of the weights.")
+    dtype = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Type of the weights.")
 
     def command() -> None:
         hosts.check_one("export: this command")
@@ -221,7 +220,3 @@ def main() -> None:
         print(f"{said}\nlargest error of a logit: {error:.1e} of the largest, in {SENTENCE!r}, as opened again")
 
     command_line.run(command, verbosity=logging.FATAL)
-
-
-if __name__ == "__main__":
-    main()

@@ -156,11 +156,10 @@ def describe(found: Pretrained, check: Check) -> str:
     return f"{text}{SENTENCE!r}: {check.loss:.4f} nats per token; next: {likeliest}"
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder = flags.DEFINE_string("from", None, "Folder of the pretrained model.", required=True)
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run to write.", required=True)
     kind = flags.DEFINE_enum("kind", None, KINDS, "Weights as functions of t; by default one set per layer.")
-
     hosts.define_flags()
 
     def command() -> None:
@@ -170,7 +169,3 @@ def main() -> None:
             print(f"{describe(found, check)}\n{workdir.value}: {size:,.1f} MB; use it with --workdir={workdir.value}")
 
     command_line.run(command, verbosity=logging.FATAL)
-
-
-if __name__ == "__main__":
-    main()

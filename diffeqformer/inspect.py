@@ -23,6 +23,7 @@ from diffeqformer.training import goodput
 
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
 ORIGINS = {"base": "began with the weights of", "teacher": "learns from", "materialized_from": "made from"}
+RECORDED = ("data_sha256", "validation_sha256", *ORIGINS, "earlier_rates", "time_spent")  # in a checkpoint's `About`
 STATISTICS = ("mean", "deviation", "largest", "zeros")
 
 
@@ -112,13 +113,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "damage": damage,
         "name": title(config),
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
-        "data_sha256": about.data_sha256,
-        "validation_sha256": about.validation_sha256,
-        "base": about.base,
-        "teacher": about.teacher,
-        "materialized_from": about.materialized_from,
-        "earlier_rates": about.earlier_rates,
-        "time_spent": about.time_spent,
+        **{name: getattr(about, name) for name in RECORDED},
         "goodput": goodput.goodput(about.time_spent) if about.time_spent else None,
         "tokenizer": {"name": about.tokenizer, "saved_characters": len(about.tokenizer_data)},
         "config": fields,

@@ -81,9 +81,8 @@ if __name__ == "__main__":
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
     step = command_line.define_step()
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
-    dtype = flags.DEFINE_enum(
-        "dtype", None, ["float32", "bfloat16"], "Type of weights and computation; by default as in training."
-    )
+    help_text = "Type of weights and computation; by default as in training."
+    dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], help_text)
     output = flags.DEFINE_string("output", None, "Folder to write; by default materialized-STEPS-DTYPE in the run's.")
 
     def command() -> None:

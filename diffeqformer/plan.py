@@ -62,7 +62,7 @@ def plan(options) -> None:
             programs.append(found)
             print(f"  {found.name:<36} {gib(found.needed):>7} GiB  {time.monotonic() - start:5.0f} s", flush=True)
     price = options.price_per_chip_hour and options.price_per_chip_hour / chip.devices
-    found = plan_of(config, program, programs, chip, options.slices, price)
+    found = plan_of(program, programs, chip, options.slices, price)
     print(summary(config, found))
     if on_gpus:
         print(BY_SHAPES)

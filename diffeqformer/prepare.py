@@ -2,10 +2,10 @@
 
 from ml_collections import ConfigDict
 
-from diffeqformer.config import check_config, check_fields, check_overrides, check_rule, check_tokenizer, explain
+from diffeqformer.config import check_config, check_fields, check_overrides, check_rules, check_tokenizer, explain
 from diffeqformer.console import command_line
-from diffeqformer.data.preparation import open_stored, prepare, store_folder, tokenizer_of
-from diffeqformer.data.remote import check_writable, has_store, stage, upload
+from diffeqformer.data.preparation import open_prepared, prepare, store_folder, tokenizer_of
+from diffeqformer.data.remote import check_writable, has_store, upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.rules import RULES
 
@@ -17,22 +17,19 @@ def run(config: ConfigDict) -> None:
     """
     if config.base:  # whose model training will check
         check_fields(config)
-        for rule in (rule for rule in RULES if rule.alone or rule.field.startswith("data.")):
-            check_rule(rule, config)
+        check_rules((rule for rule in RULES if rule.alone or rule.field.startswith("data.")), config)
     else:
         check_config(config, num_devices=None)  # preparation and training may run on different machines
     tokenizer = tokenizer_of(config.data)
     if not config.base:  # with a base, training checks the vocabulary
         check_tokenizer(config, tokenizer)
-    folder = store_folder(config.data, tokenizer)
+    folder, remote = store_folder(config.data, tokenizer), config.data.remote
     was_there = folder.exists()
-    remote = config.data.remote
-    is_elsewhere = bool(remote) and has_store(remote, folder.name)
-    if remote and not is_elsewhere:
+    if remote and not has_store(remote, folder.name):
         check_writable(remote)
-    if not was_there:
-        stage(remote, folder) if is_elsewhere else prepare(config.data, tokenizer)
-    open_stored(config.data, tokenizer, config.sequence_length)
+        if not was_there:
+            prepare(config.data, tokenizer)
+    open_prepared(config.data, tokenizer, config.sequence_length)
     if was_there:
         verify(folder, about := read_about(folder), tokenizer.vocab_size)
         print(f"{folder}: this token store is there already, whole and as it was written")

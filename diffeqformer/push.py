@@ -38,7 +38,7 @@ def push(folder: pathlib.Path, to: str, private: bool = False) -> str:
     return str(commit.repo_url)
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder = flags.DEFINE_string("from", None, "Folder of the model.", required=True)
     to = flags.DEFINE_string("to", None, "hf://OWNER/NAME", required=True)
     private = flags.DEFINE_bool("private", False, "Make a new repository private.")
@@ -47,7 +47,3 @@ def main() -> None:
         print(push(pathlib.Path(folder.value), to.value, private.value))
 
     command_line.run(command, verbosity=logging.FATAL)
-
-
-if __name__ == "__main__":
-    main()

@@ -199,7 +199,7 @@ def test_a_program_that_the_compiler_refuses_fits_nowhere():
     config, chip = toy_config(), TPUS["v5e"]
     program = step.Program(config, ONE_DEVICE)
     for more, parts, fits in ((0, {}, False), (0, {"arrays": chip.memory}, True), (1, {"arrays": chip.memory}, False)):
-        plan = plan_of(config, program, [Planned("train step", chip.memory + more, parts)], chip)
+        plan = plan_of(program, [Planned("train step", chip.memory + more, parts)], chip)
         assert plan["fits"] == fits
         assert summary(config, plan).startswith(f"It {'fits' if fits else 'does not fit'}: train step needs 15.75 of")
 

@@ -26,8 +26,7 @@ class About:
 
     def to_json(self) -> dict:
         """The fields that have a value, sealed."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return sealed({name: value for name, value in fields.items() if value is not None})
+        return sealed({name: value for name, value in vars(self).items() if value is not None})
 
     @classmethod
     def from_json(cls, saved: dict) -> "About":

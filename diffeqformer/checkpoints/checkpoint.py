@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from diffeqformer.checkpoints.folder import (
     folder_of,
     may_pass,
     once_more,
-    open_checkpoints,
+    opening,
     readable,
     steps_of,
     work_folder,
@@ -65,9 +66,18 @@ def open_to_write(
 ) -> Iterator[ocp.training.Checkpointer]:
     """The checkpoints of a work folder, for a `with` block. Saves are complete when the block ends.
 
-    If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
+    Kept are the newest `kept`, the one that validated best, and that of the step `always`. The remains of an
+    interrupted save are removed. If only one of several processes fails, it doesn't wait for saves: Orbax would wait
+    for the others.
     """
-    checkpoints = open_checkpoints(folder_of(workdir, name), kept, always)
+    folder, policies = folder_of(workdir, name), ocp.training.preservation_policies
+    loss = operator.itemgetter("loss")
+    best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    policy = policies.AnyPreservationPolicy([policies.LatestN(kept), best, policies.CustomSteps([always])])
+    with opening(folder):
+        checkpoints = ocp.training.Checkpointer(
+            folder, context=stored_arrays.context(), preservation_policy=policy, cleanup_tmp_directories=True
+        )
     try:
         yield checkpoints
     except Exception as error:
@@ -323,7 +333,7 @@ def damage_of(folder: epath.Path, step: int) -> Damaged | None:
         return found
 
 
-def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About] | None]:
+def damaged_records(folder: epath.Path) -> tuple[list[Damaged], int | None, About | None]:
     """What is wrong with the metadata of the newest checkpoints, and the step and metadata of the first that are whole.
 
     Raises `Damaged` if something is wrong with all of them, or one can't be read for a reason that may pass.
@@ -331,22 +341,21 @@ def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About
     found = []
     for step in reversed(steps_of(folder)):
         try:
-            return found, (step, read_about(folder, step))
+            return found, step, read_about(folder, step)
         except Damaged as error:
-            if may_pass(error):
+            if may_pass(error.__cause__):
                 raise
             found.append(error)
     if found:
         raise found[-1]
-    return found, None
+    return found, None, None
 
 
-def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict] | None:
-    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None without a checkpoint."""
+def newest_readable(workdir: epath.PathLike) -> tuple[About | None, ConfigDict | None]:
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None, None if there is none."""
     folder = folder_of(workdir)
-    _, newest = damaged_records(folder)
-    if newest is None:
-        return None
-    step, about = newest
+    _, step, about = damaged_records(folder)
+    if about is None:
+        return None, None
     with readable(folder, step):
         return about, saved_config(about.config)

@@ -29,12 +29,7 @@ def _mixed(x: UInt32[Any, "..."]) -> UInt32[Any, "..."]:
 
 
 def _sums(np_or_jnp, bits: UInt32[Any, "..."], start: UInt32[Any, "axes"], strides: UInt32[Any, "axes"]):
-    """The two sums of a block of an array.
-
-    Args:
-        start: index of its first element in the array.
-        strides: how far apart neighbours on each axis are in the array, counted in elements.
-    """
+    """The two sums of a block that begins at `start` in an array, whose `strides` count elements."""
     position = np_or_jnp.zeros(bits.shape, np.uint32)
     for axis, size in enumerate(bits.shape):
         index = (np_or_jnp.arange(size, dtype=np.uint32) + start[axis]) * strides[axis]
@@ -77,13 +72,14 @@ def sums_of_block(block: np.ndarray, start: tuple[int, ...], shape: tuple[int, .
     return sums_of_block(first, start, shape) + sums_of_block(second, moved, shape)
 
 
-def _sums_of(array: Array | np.ndarray) -> UInt32[Any, "2"]:
+def of_array(array: Array | np.ndarray) -> str:
+    """The checksum of an array. All processes that share it must call this together."""
     array = array.reshape(array.shape or (1,))
     start = (0,) * array.ndim
     if isinstance(array, np.ndarray) or (array.size <= SMALL and array.is_fully_addressable):
-        return sums_of_block(np.asarray(array), start, array.shape)
+        return as_text(sums_of_block(np.asarray(array), start, array.shape))
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    return _compiled(mesh and NamedSharding(mesh, PartitionSpec()))(array, *_places(start, array.shape))
+    return as_text(_compiled(mesh and NamedSharding(mesh, PartitionSpec()))(array, *_places(start, array.shape)))
 
 
 def as_text(sums: UInt32[Any, "2"]) -> str:
@@ -98,18 +94,13 @@ def of_tree(tree: Any) -> dict[str, str]:
     All processes that share the arrays must call this together. Each sum is awaited: on CPUs, collectives of programs
     that run at the same time can wait for one another.
     """
-    return {name: as_text(_sums_of(leaf)) for name, leaf in named(tree).items()}
+    return {name: of_array(leaf) for name, leaf in named(tree).items()}
 
 
 def named(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as `params/head/kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def of_array(array: np.ndarray) -> str:
-    """The checksum of an array in memory."""
-    return as_text(_sums_of(array))
 
 
 class Differs(ValueError):

@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
 
-from diffeqformer.checkpoints import stored_arrays
 from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.errors import UserError, UserErrorEverywhere, out_of_memory, reachable, reason_of
 from diffeqformer.orbax import ocp
@@ -65,25 +63,6 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
     return folder
 
 
-def open_checkpoints(folder: epath.Path, kept: int, always: int | None = None) -> ocp.training.Checkpointer:
-    """The checkpoints in a folder, for writing in the background. The remains of an interrupted save are removed.
-
-    Kept are the newest `kept`, the one that validated best, and that of the step `always`.
-    """
-    policies = ocp.training.preservation_policies
-    loss = operator.itemgetter("loss")
-    best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-    with _opening(folder):
-        return ocp.training.Checkpointer(
-            folder,
-            context=stored_arrays.context(),
-            preservation_policy=policies.AnyPreservationPolicy(
-                [policies.LatestN(kept), best, policies.CustomSteps([always])]
-            ),
-            cleanup_tmp_directories=True,
-        )
-
-
 def begin_save(checkpoints: ocp.training.Checkpointer, step: int, items: dict, validation: dict | None = None) -> None:
     """Start saving in the background, after the save before it has ended. `checkpoints.wait()` raises its errors.
 
@@ -105,7 +84,8 @@ def newest(checkpoints: ocp.training.Checkpointer) -> int | None:
 
 
 @contextlib.contextmanager
-def _opening(folder: epath.Path) -> Iterator[None]:
+def opening(folder: epath.Path) -> Iterator[None]:
+    """Turn any error into a UserError that names the folder of checkpoints."""
     try:
         yield
     except Exception as error:  # of the file system or a cloud client
@@ -116,7 +96,7 @@ def _opening(folder: epath.Path) -> Iterator[None]:
 
 def steps_of(folder: epath.Path) -> list[int]:
     """The training steps of the complete checkpoints in a folder, in order."""
-    with _opening(folder):
+    with opening(folder):
         found = ocp.path.step.standard_name_format().find_all(folder) if folder.exists() else ()
         return sorted(checkpoint.step for checkpoint in found)
 
@@ -155,15 +135,10 @@ def once_more(read: Callable[[], Any]) -> Any:
 def best_step(folder: epath.Path) -> int | None:
     """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation."""
     losses = {}
-    for step in reversed(steps_of(folder)):  # of equal ones, the newest, as in `open_checkpoints`
+    for step in reversed(steps_of(folder)):  # of equal ones, the newest, as in `open_to_write`
         if validation := validation_of(folder, step):
             losses[step] = validation["loss"]
     return min(losses, key=losses.get, default=None)
-
-
-def older(folder: epath.Path, step: int) -> int | None:
-    """The step of the checkpoint before another one; None if there is none."""
-    return max((other for other in steps_of(folder) if other < step), default=None)
 
 
 @contextlib.contextmanager
@@ -179,7 +154,7 @@ def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
         if out_of_memory(error) or not isinstance(error, Exception):
             raise error from None
         remedy = remedy or "restore its files, or choose another checkpoint"
-        remedy = "see that it can be read, and start again" if _passes(error) else remedy
+        remedy = "see that it can be read, and start again" if may_pass(error) else remedy
         message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         raise Damaged(message, folder, step) from error
 
@@ -238,12 +213,8 @@ def move_aside(path: epath.Path, aside: epath.Path, name: str) -> epath.Path:
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "ABORTED", "CANCELLED", "RESOURCE_EXHAUSTED")
 
 
-def may_pass(error: Damaged) -> bool:
-    """Whether a checkpoint can't be read for a reason that may pass, such as a disk that can't be reached."""
-    return _passes(error.__cause__)
-
-
-def _passes(cause: Exception | None) -> bool:
+def may_pass(cause: BaseException | None) -> bool:
+    """Whether what caused a `Damaged` may pass, such as a disk that can't be reached."""
     of_disk = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     return of_disk or any(word in str(cause) for word in PASSING)
 
@@ -258,7 +229,7 @@ def new_checkpoints(output: epath.Path, option: str) -> Iterator[None]:
             made = folder if output.exists() else output
             folder.mkdir(parents=True, exist_ok=True)
             occupied = any(folder.iterdir())
-    if hosts.any_process(occupied):
+    if any(hosts.of_all(occupied)):
         raise UserErrorEverywhere(
             f"{option}: {output} already holds a checkpoint, or the remains of one; give another folder, or delete it"
         )

@@ -71,9 +71,7 @@ class TensorBoard:
         depths: other steps of depth at which the run is validated. TensorBoard shows all of them in one chart.
     """
 
-    def __init__(
-        self, workdir: epath.PathLike, first_step: int, resumes: bool = True, depths: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, workdir: epath.PathLike, first_step: int, resumes: bool = True, depths: tuple[int, ...] = ()):
         self.first_step, self.flushed, self.failed = first_step, time.monotonic(), False
         earlier = read_curves(workdir) if resumes else {}  # what earlier processes wrote at the first step
         self.written = {tag for tag, values in earlier.items() if first_step in values}
@@ -129,11 +127,9 @@ class TensorBoard:
 
 
 class Progress:
-    """Prints a run's scalars, and hands them to its trackers.
+    """Prints the scalars of a run that trains from `first_step` on, and hands them to its trackers.
 
-    Args:
-        first_step: the step from which this process trains.
-        trackers: see `diffeqformer.training.trackers`. Only one process of a run has them.
+    Only one process of a run has these (`diffeqformer.training.trackers`).
     """
 
     def __init__(self, first_step: int, steps: int, tokens_per_step: int, trackers: Sequence = ()):
@@ -142,11 +138,6 @@ class Progress:
         self.start = self.last_time = time.monotonic()
         self.last_step = self.timed_from = first_step
         self.seconds_at_peak = 0.0  # of the steps since the last line
-
-    def config(self, fields: dict) -> None:
-        """Hand over the config's fields, by name."""
-        for tracker in self.trackers:
-            tracker.config(fields)
 
     def first(self, step: int, loss: float, seconds: float) -> None:
         """Report the first step of this process, `seconds` after its start; most of that time is compilation.

@@ -54,27 +54,18 @@ def open_prepared(
 ) -> dict[str, Split]:
     """The splits of a config's store. A missing store is copied from `data.remote`, or else prepared.
 
+    The text of a store needn't be here, but if it is, it is compared.
+
     Args:
-        resumes: whether the caller knows the hashes of the ids, by which other text is found.
+        resumes: whether the caller knows the hashes of the ids, by which other text is found. If not, a store without
+            its text is taken only if the config names that text alike.
     """
-    folder = store_folder(data, tokenizer)
+    folder, files, missing = store_folder(data, tokenizer), None, None
     if not folder.exists():
         if data.remote:
             stage(data.remote, folder)
         else:
             prepare(data, tokenizer)
-    return open_stored(data, tokenizer, sequence_length, resumes)
-
-
-def open_stored(
-    data: ConfigDict, tokenizer: Tokenizer, sequence_length: int, resumes: bool = False
-) -> dict[str, Split]:
-    """The splits of a config's store, which must exist. Its text needn't be here, but if it is, it is compared.
-
-    Args:
-        resumes: see `open_prepared`. A new run takes a store without its text only if it names that text alike.
-    """
-    folder, files, missing = store_folder(data, tokenizer), None, None
     try:
         files = fingerprint(local_files(data), layout_of(data))
     except NoFile as error:
@@ -160,12 +151,7 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
 
 
 class Worker:
-    """A process of `diffeqformer.data.worker`.
-
-    Args:
-        task: the first request, which names the text and the tokenizer.
-        lock: stays held while it runs, even if this process is killed.
-    """
+    """A process of `diffeqformer.data.worker` for a task. It holds the lock, even if this process is killed."""
 
     def __init__(self, task: dict, lock: IO):
         command = [sys.executable, "-m", "diffeqformer.data.worker"]

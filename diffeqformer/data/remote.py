@@ -5,7 +5,6 @@ Any URL that fsspec can open works; gs:// needs the package gcsfs.
 
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import os
 import pathlib
@@ -54,14 +53,12 @@ def upload(folder: pathlib.Path, remote: str) -> None:
             print(f"{name}: this token store is there already", flush=True)
             return
         system.makedirs(there, exist_ok=True)
-        put = functools.partial(_put, system, there, folder)
+
+        def put(shard: dict) -> None:
+            system.put_file(str(folder / shard["file"]), f"{there}/{shard['file']}")
+
         each_shard(put, shards_of(about), f"Copying {folder} to {remote}")
         put({"file": "store.json"})
-
-
-def _put(system: fsspec.AbstractFileSystem, there: str, folder: pathlib.Path, shard: dict) -> None:
-    """Copy a file to a URL."""
-    system.put_file(str(folder / shard["file"]), f"{there}/{shard['file']}")
 
 
 def _ids(about: dict) -> list[str]:
@@ -96,22 +93,21 @@ def stage(remote: str, folder: pathlib.Path) -> None:
             )
         content = system.cat_file(f"{there}/store.json")
         about = parse_about(content, f"{name}/store.json")
-        get = functools.partial(_get, system, there, partial, name)
+
+        def get(shard: dict) -> None:
+            path = partial / shard["file"]
+            if path.exists() and sha256(path) == shard["sha256"]:
+                return
+            with system.open(f"{there}/{shard['file']}", "rb") as source, open(path, "wb") as target:
+                shutil.copyfileobj(source, target, CHUNK)
+                target.flush()
+                os.fsync(target.fileno())
+            _check(sha256(path), shard, name)
+
         each_shard(get, shards_of(about), f"Copying {name} to {folder}")
         write_whole(partial / "store.json", content.decode("utf-8"))
         read_about(partial)
         partial.rename(folder)
-
-
-def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, name: str, shard: dict) -> None:
-    """Copy a shard from a URL, unless it is here."""
-    path = partial / shard["file"]
-    if not path.exists() or sha256(path) != shard["sha256"]:
-        with system.open(f"{there}/{shard['file']}", "rb") as source, open(path, "wb") as target:
-            shutil.copyfileobj(source, target, CHUNK)
-            target.flush()
-            os.fsync(target.fileno())
-        _check(sha256(path), shard, name)
 
 
 def _check(found: str, shard: dict, name: str) -> None:

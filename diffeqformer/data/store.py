@@ -193,12 +193,7 @@ def sha256(*paths: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def verify(
-    folder: pathlib.Path,
-    about: dict,
-    vocab_size: int | None = None,
-    splits: Iterable[str] = SPLITS,
-) -> None:
+def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, splits: Iterable[str] = SPLITS) -> None:
     """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
 
     The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.

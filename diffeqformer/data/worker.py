@@ -60,9 +60,7 @@ def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, i
             file.write(data)
             digest.update(data)
             unknown, altered = lost_in(tokenizer, text, ids)
-            sums.update(
-                tokens=len(ids) + 1, documents=1, bytes=len(text.encode()), unknown=unknown, altered=int(altered)
-            )
+            sums.update(tokens=len(ids) + 1, documents=1, bytes=len(text.encode()), unknown=unknown, altered=altered)
             if time.monotonic() - told > 0.5:
                 told = time.monotonic()
                 answer(split=split, shard=index, done=False, **sums)

@@ -163,9 +163,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), end),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }

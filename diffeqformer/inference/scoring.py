@@ -20,7 +20,7 @@ from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.parallel.sharding import on_each_device, partition, sharding
+from diffeqformer.parallel.sharding import on_each_device, partition
 from diffeqformer.transformer import Transformer, check_length
 
 SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
@@ -114,7 +114,7 @@ class Scorer:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
         self.mesh = make_mesh() if mesh is None else mesh
         self.reader = split_reader(model, num_steps, self.mesh)
-        self.by_example = sharding(self.mesh, "batch", None)
+        self.by_example = NamedSharding(self.mesh, partition(("batch", None)))
         self.max_length = model.max_length
         self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
         self.width = model.field.width

@@ -37,9 +37,8 @@ from diffeqformer.orbax import awaited, ocp
 def define_flags() -> None:
     """The options of a command that runs on several hosts."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; not needed on Cloud TPU, GKE's TPUs and Slurm.")
-    flags.DEFINE_integer(
-        "num_processes", None, "Processes of the run: one per TPU host, or one per GPU.", lower_bound=1
-    )
+    help_text = "Processes of the run: one per TPU host, or one per GPU."
+    flags.DEFINE_integer("num_processes", None, help_text, lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_integer("join_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1)
 
@@ -184,11 +183,6 @@ def of_all(value: Any) -> list:
     width = -(-sizes.max() // 256) * 256  # a program is compiled for each
     rows = multihost_utils.process_allgather(np.pad(data, (0, width - len(data))))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
-
-
-def any_process(flag: bool) -> bool:
-    """Whether something holds on one process at least. All must call this together."""
-    return any(of_all(flag))
 
 
 def check_same(values: dict[str, object], remedy: str) -> None:

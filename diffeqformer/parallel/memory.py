@@ -47,9 +47,7 @@ def size_of(shapes: PyTree) -> int:
 
 def placed(shapes: PyTree, shardings: PyTree) -> PyTree:
     """A tree of shapes with shardings."""
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
-    )
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings)
 
 
 def bytes_of_program(compiled: jax.stages.Compiled) -> int:

@@ -68,17 +68,11 @@ def generator_parts(mesh: Mesh, rows: list[tuple[int, str]]) -> int:
     slices don't share one: the network between them is too slow.
 
     Args:
-        mesh: the devices.
         rows: number of rows of each generated kernel, and their logical axis.
     """
     copies = mesh.shape["data"] * mesh.shape["generator"] // number_of_slices(list(mesh.devices.flat))
     tiles = [size / (8 * mesh.shape["fsdp"] * mesh.shape.get(LOGICAL_AXES[axis], 1)) for size, axis in rows]
     return max((n for n in range(1, copies + 1) if not copies % n and not any(tile % n for tile in tiles)), default=1)
-
-
-def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """The sharding of an array whose dimensions have these logical axes (None: never split)."""
-    return NamedSharding(mesh, partition(axes))
 
 
 def shardings(mesh: Mesh, specs):

@@ -26,12 +26,7 @@ class Planned(NamedTuple):
 
 
 def plan_of(
-    config: ConfigDict,
-    program: Program,
-    programs: list[Planned],
-    chip: Tpu | Gpu,
-    slices: int = 1,
-    price: float | None = None,
+    program: Program, programs: list[Planned], chip: Tpu | Gpu, slices: int = 1, price: float | None = None
 ) -> dict:
     """The plan of a run as it is written to a file.
 
@@ -41,7 +36,7 @@ def plan_of(
         programs: those of the run; train steps from the deepest on.
         price: of a device for an hour; None if it isn't known.
     """
-    largest = max(programs, key=lambda planned: planned.needed)
+    config, largest = program.config, max(programs, key=lambda planned: planned.needed)
     found = {
         "config": config.name,
         "devices": program.mesh.size,

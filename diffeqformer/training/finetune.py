@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import BEST, Damaged, NoSuchStep, Step, work_folder
-from diffeqformer.config import base_config, check_rule, place
+from diffeqformer.config import base_config, check_rules, place
 from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.depth.depths import left_out_layers, trained_depths
 from diffeqformer.errors import UserError, counted, reachable
@@ -38,15 +38,14 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     """
     if not config.base:
         return config
-    for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps")):
-        check_rule(rule, config)
+    check_rules((rule for rule in RULES if rule.field in ("model.kind", "model.num_steps")), config)
     if meant := given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
     elif "model.kind" not in given and MODELS[config.model.kind].weights.generated:
         config = config.copy_and_resolve_references()
         config.model.kind = "diffeqformer"  # which any base suits
-    about, ours = checkpoint.newest_readable(workdir) or (None, None)
+    about, ours = checkpoint.newest_readable(workdir)
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
         model = ours.model
     else:

@@ -49,8 +49,8 @@ class Hooks:
             for name in (config.tracker.split(",") if hosts.is_first() else ())
         ]
         self.progress = Progress(first, config.steps, tokens, trackers)
-        self.progress.config(fields_of(config))
         for tracker in trackers:
+            tracker.config(fields_of(config))
             tracker.text(first, "parameters", f"```\n{(run.folder / 'parameters.txt').read_text()}\n```")
         self.tracer = Trace(traced_steps(config.profile_steps) if hosts.is_first() else range(0), run.folder, run.clock)
         devices = list(run.program.mesh.devices.flat)

@@ -119,7 +119,7 @@ def print_sample(program: Program, params: dict, tokenizer: Tokenizer) -> Transf
     """
     model, why = with_room(lambda: undivided(program, params))
     model, text = model or nnx.merge(program.graph, params), None
-    if not hosts.any_process(why is not None):  # all processes write it together
+    if not any(hosts.of_all(why is not None)):  # all processes write it together
         text, why = with_room(lambda: sample(program.config, model, tokenizer))
     if text is not None:
         print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)

@@ -20,9 +20,9 @@ from diffeqformer.checkpoints.folder import (
     folder_of,
     may_pass,
     newest,
-    older,
     set_aside,
     set_validations_aside,
+    steps_of,
 )
 from diffeqformer.config import check_config, check_fields, fields_of, saved_config
 from diffeqformer.config_fields import OF_ONE_HOST
@@ -108,7 +108,7 @@ def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None
 
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
-    saved, there = checkpoint.newest_readable(workdir) or (None, None)
+    saved, there = checkpoint.newest_readable(workdir)
     same = there and there.data.tokenizer == config.data.tokenizer
     return (saved.tokenizer, saved.tokenizer_data) if same else None
 
@@ -199,7 +199,7 @@ def make_folder(workdir: epath.Path) -> None:
 
 def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
     """The record of the newest checkpoint, if this config can resume it; None if there is none."""
-    saved, config_there = checkpoint.newest_readable(workdir) or (None, None)
+    saved, config_there = checkpoint.newest_readable(workdir)
     if saved is None:
         return None
     if saved.materialized_from is not None:
@@ -306,7 +306,7 @@ def restored(run: Run, step: int) -> dict | None:
                 raise UserError(f"{aside}; start again to go on from the one before it") from raised
             raise
         error = raised
-    if not hosts.any_process(error is not None):
+    if not any(hosts.of_all(error is not None)):
         return state
     with hosts.all_succeed("the newest checkpoint"):
         if hosts.is_first():
@@ -323,7 +323,9 @@ def set_aside_if_damaged(folder: epath.Path, step: int) -> str | None:
     parameters, memory. Returns what was found and done; None if nothing was.
     """
     found = checkpoint.damage_of(folder, step)
-    if found is None or may_pass(found) or older(folder, step) is None or not (folder / str(step)).exists():
+    if found is None or may_pass(found.__cause__):
+        return None
+    if min(steps_of(folder), default=step) >= step or not (folder / str(step)).exists():
         return None
     return f"{found.found}; it is now {set_aside(folder, step)}"
 

@@ -21,7 +21,7 @@ from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.memory import placed
 from diffeqformer.parallel.mesh import divide_generator
-from diffeqformer.parallel.sharding import EVERYWHERE, identity, sharding, shardings
+from diffeqformer.parallel.sharding import EVERYWHERE, identity, partition, shardings
 from diffeqformer.training.chunks import ChunkedLoss
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask, like_parameters
@@ -97,7 +97,7 @@ class Program:
         self.state_shardings = {"params": of_params, "optimizer": of_moments, "step": everywhere}
         shapes = {"params": abstract, "optimizer": moments, "step": jax.ShapeDtypeStruct((), jnp.int32)}
         self.state_shapes = placed(shapes, self.state_shardings)
-        self.batch_sharding = by_example = sharding(self.mesh, "batch", None)
+        self.batch_sharding = by_example = NamedSharding(self.mesh, partition(("batch", None)))
         self.init = jax.jit(self._init, out_shardings=self.state_shardings, donate_argnums=0)
         of_teacher = [self.teacher.shardings] if self.teacher else []
         self.teacher_shapes = (self.teacher.shapes,) if self.teacher else ()

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.about import About
-from diffeqformer.config import check_rule, saved_config
+from diffeqformer.config import check_rules, saved_config
 from diffeqformer.cross_entropy import SoftTargets
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
@@ -94,7 +94,7 @@ def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike
     if not config.teacher_weight:
         return None
     field = teacher_field(config)
-    about, ours = checkpoint.newest_readable(workdir) or (None, None)
+    about, ours = checkpoint.newest_readable(workdir)
     if ours and about.teacher and is_base_of(config, about, ours, field):
         teacher = saved_config({**config.to_dict(), "model": about.teacher["model"]})
     else:
@@ -105,8 +105,7 @@ def config_of_teacher(config: ConfigDict, devices: list, workdir: epath.PathLike
     if ids[0] != ids[1]:
         raise UserError(f"config.{field}: must have {ids[0]:,} ids, as this model has, but it has {ids[1]:,}")
     try:
-        for rule in (rule for rule in RULES if rule.field == "sequence_length"):
-            check_rule(rule, teacher)
+        check_rules((rule for rule in RULES if rule.field == "sequence_length"), teacher)
         block, rows = vector_field(teacher.model), padded_vocabulary(teacher.model)
         check_mesh(teacher, block, len(devices), devices[0].platform, rows)
     except UserError as error:

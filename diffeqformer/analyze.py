@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from absl import flags
 
-from diffeqformer.analysis import clustering, flow, induction, sensitivity, sharpness, simulation, spectra
+from diffeqformer.analysis import clustering, flow, induction, sensitivity, sharpness, spectra
 from diffeqformer.analysis.report import Section, check_text, write
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
@@ -28,13 +28,11 @@ class Analysis(NamedTuple):
     """A part of the report. Its file in `diffeqformer/analysis/` has the function `section`.
 
     section: computes it from an opened checkpoint, the ids of a text if it `reads_text`, and `num_steps`.
-    by_default: whether it is part of a report that asks for no parts.
     options: the command's options that `section` takes as well, as arguments of the same names.
     """
 
     section: Callable[..., Section]
     reads_text: bool = False
-    by_default: bool = True
     options: tuple[str, ...] = ()
 
 
@@ -45,7 +43,6 @@ ANALYSES = {
     "sensitivity": Analysis(sensitivity.section, reads_text=True, options=("published_pairing",)),
     "flow": Analysis(flow.section, reads_text=True, options=("flow",)),
     "clustering": Analysis(clustering.section, reads_text=True),
-    "simulation": Analysis(simulation.section, by_default=False),  # has nothing to do with the checkpoint
 }
 """The parts of the report by their name in `--parts`, in order."""
 
@@ -116,8 +113,7 @@ def analyze(options) -> list[Section]:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     command_line.define_step()
-    parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
-    flags.DEFINE_list("parts", parts, f"Parts of the report, of {', '.join(ANALYSES)}.")
+    flags.DEFINE_list("parts", list(ANALYSES), "Parts of the report.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
     flags.DEFINE_string("text_file", None, "A file with that text; -: standard input.")
     bounds = {"lower_bound": 1, "upper_bound": MOST_STEPS}

@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
     """A picture of one run.
 
     run: a key of `RUNS`; command: that draws it, and its options.
-    file: the PNG among its results, or report.html, whose image of the given `alt` and `number` is meant.
+    file: the PNG among its results, or report.html, whose image of the given `alt` is meant.
     """
 
     run: str
@@ -45,15 +45,10 @@ class Drawn(NamedTuple):
     options: tuple[str, ...]
     file: str
     alt: str = ""
-    number: int = 0
 
 
 OF_RUNS = {
     "spectrum_qk": Drawn("deep", "analyze", ("--parts=spectra", "--nofeed_forward"), "report.html", "spectrum of QK"),
-    "clustering": Drawn("published", "analyze", ("--parts=simulation",), "report.html", "simulated particles"),
-    "clustering_equal_total": Drawn(
-        "published", "analyze", ("--parts=simulation",), "report.html", "simulated particles", 1
-    ),
     "ode_published": Drawn("published", "ode", (), "ode.png"),
     "depth": Drawn("wikitext", "evaluate", ("--num_steps=4,6,9,12,18,24", "--batch_size=32"), "perplexity.png"),
 }
@@ -79,6 +74,8 @@ OF_STUDIES = {
     "coordinates": Study(
         "experiments/coordinates.py --output=docs/pictures/coordinates.png", "docs/pictures/coordinates.png"
     ),
+    "clustering": Study("experiments/simulation.py", "runs/simulation/clustering.png"),
+    "clustering_equal_total": Study("experiments/simulation.py", "runs/simulation/clustering_equal_total.png"),
     "elastic": Study("experiments/elastic.py", "experiments/elastic.png"),
     "any_depth": Study("experiments/any_depth.py --draw", "experiments/any_depth.png"),
     "depth_memory": Study("benchmarks/depth_memory.py --draw", "docs/pictures/depth_memory.png"),
@@ -107,8 +104,8 @@ def draw(name: str, drawn: Drawn) -> None:
     file = workdir / "drawn" / drawn.file
     if drawn.file == "report.html":
         pattern = rf'alt="{drawn.alt}" src="data:image/png;base64,([^"]+)"'
-        images = re.findall(pattern, file.read_text(encoding="utf-8"))
-        (PICTURES / f"{name}.png").write_bytes(base64.b64decode(images[drawn.number]))
+        image = re.search(pattern, file.read_text(encoding="utf-8"))
+        (PICTURES / f"{name}.png").write_bytes(base64.b64decode(image[1]))
     else:
         shutil.copy(file, PICTURES / f"{name}.png")
     print(f"{PICTURES / name}.png")

@@ -162,10 +162,7 @@ def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
 
 
 WIKITEXT_MODELS = [f"wikitext103_{size}{model}" for size in ("small", "medium") for model in ("", ":gpt", ":shared")]
-SIMULATION = (
-    Command("-m diffeqformer.main --config=configs/tiny.py:diffeqformer --config.steps=1 --workdir={folder}/one_step"),
-    analyze("one_step", "simulation", "simulation"),
-)  # the same for every checkpoint
+SIMULATION = (Command("experiments/simulation.py --output={folder}/simulation", "simulation"),)
 
 
 def analyze_runs(exhibit: str, parts: str, *configs: str) -> tuple[Command, ...]:

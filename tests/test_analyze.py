@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import types
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ import pytest
 from flax import nnx
 
 from diffeqformer import analyze
-from diffeqformer.analysis import attention_maps, induction, lyapunov, sensitivity, sharpness, simulation
+from diffeqformer.analysis import attention_maps, induction, lyapunov, sensitivity, sharpness
 from diffeqformer.analysis.clustering import relative_distances
-from diffeqformer.analysis.simulation import simulate
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console.results import write_json
@@ -27,7 +25,7 @@ from helpers import build_model, lively_model, toy_config
 from runs import command
 
 TOKENS = jnp.arange(3, 11)
-PARTS = [name for name, analysis in analyze.ANALYSES.items() if analysis.by_default]
+PARTS = list(analyze.ANALYSES)
 
 
 @pytest.mark.long
@@ -208,16 +206,6 @@ def test_input_gradients_are_those_of_the_embeddings():
     np.testing.assert_allclose(found, np.linalg.norm(slopes, axis=-1), rtol=1e-4)
 
 
-def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
-    """A single particle attends only to itself: dx/dt = s(t) V x, so its growth follows from the integral of s."""
-    for degree, equal_total, integral in ((0, False, 2.0), (2, False, 2 / 3), (2, True, 2.0)):
-        [path] = simulate(degree, equal_total=equal_total, particles=1, dimensions=1, steps=4000, horizon=2.0)
-        random = np.random.RandomState(0)
-        start, value = random.uniform(-1, 1), random.randn(3)[2]
-        assert path.shape == (4001, 1, 1) and path[0, 0, 0] == start
-        assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
-
-
 def test_relative_distances_see_clusters_but_neither_size_nor_place():
     random = np.random.RandomState(1)
     swarm = random.randn(60, 3)
@@ -230,14 +218,3 @@ def test_relative_distances_see_clusters_but_neither_size_nor_place():
     pairs = np.linalg.norm(swarm[:, None] - swarm, axis=-1)[np.triu_indices(60, 1)]
     assert sizes[0] == pytest.approx(np.sqrt((pairs**2).mean()))
     assert quantiles[0, 2] == pytest.approx(np.median(pairs) / sizes[0])
-
-
-def test_growing_weights_gather_particles_as_constant_ones_do_if_their_totals_are_equal(monkeypatch):
-    """By the lower quartile of the last distances, relative to the root mean square."""
-    monkeypatch.setattr(simulation, "SHOWN_EVERY", 200)
-    found = simulation.section(mock.Mock(checkpoint.Checkpoint))
-    assert found.html.count("<img") == 2 and found.arrays["equal_end/constant/paths"].shape == (201, 40, 3)
-    (constant, growing), (same, with_equal_totals) = (
-        [found.numbers[kind][name][1] for name in ("constant", "degree 3")] for kind in ("equal_end", "equal_total")
-    )
-    assert growing > 1.3 * constant and with_equal_totals == pytest.approx(same, rel=0.12) and same == constant

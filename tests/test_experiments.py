@@ -5,6 +5,8 @@ import math
 import runpy
 import sys
 
+import numpy as np
+import pytest
 from absl import flags
 
 from diffeqformer.config import check_config, check_overrides, check_used, get_field
@@ -109,3 +111,25 @@ def test_processes_that_share_a_file_of_results_lose_none(script, tmp_path):
     found = shared.run_rows(["a", "b", "c"], str, work)
     assert begun == ["a", "c"] and found == json.loads(path.read_text())
     assert {row: found[row]["by"] for row in "abcd"} == dict(a="this", b="another", c="this", d="another")
+
+
+def test_a_simulated_particle_grows_as_the_differential_equation_says(script):
+    """Alone, it attends only to itself: dx/dt = s(t) V x, so its growth follows from the integral of s."""
+    simulate = script("simulation").simulate
+    for degree, equal_total, integral in ((0, False, 2.0), (2, False, 2 / 3), (2, True, 2.0)):
+        [path] = simulate(degree, equal_total=equal_total, particles=1, dimensions=1, steps=4000, horizon=2.0)
+        random = np.random.RandomState(0)
+        start, value = random.uniform(-1, 1), random.randn(3)[2]
+        assert path.shape == (4001, 1, 1) and path[0, 0, 0] == start
+        assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
+
+
+def test_growing_weights_gather_particles_as_constant_ones_do_if_their_totals_are_equal(script, tmp_path, monkeypatch):
+    """By the lower quartile of the last distances, relative to the root mean square."""
+    simulation = script("simulation", f"--output={tmp_path}", "--draws=20")
+    monkeypatch.setattr(simulation, "SHOWN_EVERY", 200)
+    simulation.main(None)
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in simulation.KINDS)
+    lines = (tmp_path / "table.md").read_text().splitlines()[2:]
+    ends, totals = ([float(cell.split()[0]) for cell in line.strip("| ").split(" | ")[1:]] for line in lines)
+    assert ends[3] > 1.3 * ends[0] and totals[3] == pytest.approx(totals[0], rel=0.12) and totals[0] == ends[0]

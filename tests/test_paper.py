@@ -68,11 +68,11 @@ def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale, script
 
 def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path, made):
     def names(**how):
-        return [command.partition(" --")[0] for command in made("--figure=13", **how)]
+        return [command.partition(" --")[0] for command in made("--figure=3", "--scale=published", **how)]
 
     train, report = "diffeqformer.main", "diffeqformer.analyze"
     assert names(fails=True) == [train, report] and names() == [train, report] and names() == [train]
-    assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"simulation", "simulation-1"}
+    assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"figure-3-medium", "figure-3-medium-1"}
 
 
 def test_perplexities_stand_beside_those_published(tmp_path, made, capsys):

@@ -45,7 +45,7 @@ def simulate(
     steps: int = 200,
     horizon: float = HORIZON,
 ) -> np.ndarray:
-    """The positions of particles, [draws, states, particles, dimensions], at time 0 and after each Euler step, in float64.
+    """The positions of particles at time 0 and after each Euler step, [draws, states, particles, dimensions], float64.
 
     The start is uniform in [-1, 1].
 

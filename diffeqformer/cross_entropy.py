@@ -89,9 +89,9 @@ def _losses(x, matrix, targets, vocab_size):
     """
     logits = _logits(x, matrix, vocab_size)
     shift = jnp.einsum("nd,nd->n", x, matrix[targets], preferred_element_type=jnp.float32)[:, None]
-    total = jnp.exp(logits - shift).sum(axis=1, keepdims=True)
+    log_total = jnp.log(jnp.exp(logits - shift).sum(axis=1, keepdims=True))
     shift, log_total = jax.lax.cond(
-        jnp.isfinite(total).all(), lambda: (shift, jnp.log(total)), lambda: _largest_and_log_total(logits)
+        jnp.isfinite(log_total).all(), lambda: (shift, log_total), lambda: _largest_and_log_total(logits)
     )
     losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - shift)
     return losses[:, 0], logits, shift, log_total

@@ -103,7 +103,7 @@ def draw(results: dict[str, dict]) -> None:
             axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
     once = dict(zip(labels, handles))
-    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=len(once), fontsize=8)
+    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(results_file().with_suffix(".png"), dpi=110)
 
 

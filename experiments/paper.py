@@ -74,7 +74,7 @@ def in_full(word: str) -> str:
 
 def needs(exhibit: Exhibit) -> str:
     """The hardware and the files that its commands need at the chosen scale."""
-    tiny = SCALE.value == "tiny"
+    tiny = SCALE.value == "tiny" or exhibit.tiny == exhibit.at_scale
     lines = " ".join(command.line for command in (exhibit.tiny if tiny else exhibit.at_scale))
     configs = ", ".join(dict.fromkeys(re.findall(r"configs/\w+\.py", lines)))
     hardware = f"the hardware that its configs name ({configs})" if configs else "one accelerator with 80 GB"

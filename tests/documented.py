@@ -109,7 +109,7 @@ ROWS = [
     Row(r"--topology=v(?!.*--programs)", add="--programs=train"),
     Row(r"(benchmarks/depth_memory\.py .*)--num_steps=\S+", r"\1--num_steps=2 --only=step"),
     Row(r"benchmarks/spectra\.py", add=joined([*SMALL_MODEL, "--dense=2"])),
-    Row(r"draws=400", "draws=4"),
+    Row(r"experiments/simulation\.py", add="--draws=4"),
 ]
 
 FORKED = (
@@ -182,7 +182,18 @@ FILES = {
 
 def changed(command: str) -> str:
     """A command as it is run."""
+    return _changed(command)[0]
+
+
+def rows_of(command: str) -> list[Row]:
+    """The rows that change a command."""
+    return _changed(command)[1]
+
+
+def _changed(command: str) -> tuple[str, list[Row]]:
+    matching = []
     for row in ROWS:
         if re.search(row.pattern, command):
             command = f"{re.sub(row.pattern, row.becomes, command)} {row.add}".strip()
-    return command
+            matching.append(row)
+    return command, matching

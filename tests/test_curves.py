@@ -6,6 +6,7 @@ import types
 
 import jax.numpy as jnp
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffeqformer import compare
 from diffeqformer.console import progress as progress_module
@@ -43,6 +44,15 @@ def test_rates_and_the_time_left_leave_out_what_does_not_come_again(monkeypatch,
     progress.train(3, {"loss": 4.0})
     progress.close()
     assert "10 tokens/s  26:40 left" in capsys.readouterr().out
+
+
+def test_the_config_is_a_text_of_tensorboard(tmp_path):
+    progress = Progress(0, 1, 1, [TensorBoard(tmp_path, 0)])
+    progress.trackers[0].config({"model.kind": "gpt", "sample.prompt": "a | b"})
+    progress.close()
+    [event] = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("config/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert "| model.kind | gpt |\n| sample.prompt | a &#124; b |" in text
 
 
 pytestmark = pytest.mark.fast

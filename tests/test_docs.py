@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -9,6 +11,8 @@ from helpers import ROOT, load_config
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"})
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+ADDRESSED = ("setup.py", "README.md", "colab/inspect_checkpoint.ipynb")
+ADDRESS = re.compile(r"github(?:\.com)?/([\w.-]+/[\w.-]+)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -27,6 +31,15 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.fast
+def test_every_page_and_picture_is_linked():
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in LINK.findall(page.read_text())
+    }
+    for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/pictures/*")]:
+        assert path.resolve() in linked, path
 
 
 def hyperparameters(config):
@@ -49,3 +62,19 @@ def test_the_listed_hyperparameters_are_those_of_the_configs():
             cells = [cell.split(", GPT ")[-1 if "gpt" in model else 0] for cell in row.split(" | ")]
             found = hyperparameters(load_config(path.stem, model))
             assert found == [float(cell.replace(",", "")) for cell in cells[: len(found)]], (path.stem, model)
+
+
+@pytest.mark.fast
+def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
+    for name in (*ADDRESSED, "Makefile"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    def addresses(root):
+        return [set(ADDRESS.findall((root / name).read_text(encoding="utf-8"))) for name in ADDRESSED]
+
+    assert len(addresses(ROOT)[0]) == 1 and addresses(ROOT) == addresses(ROOT)[:1] * len(ADDRESSED)
+    subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name", "HUB=us"], cwd=tmp_path, check=True)
+    assert addresses(tmp_path) == [{"me/its.name"}] * len(ADDRESSED)
+    assert "\n[![Open in Colab](" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert 'MODEL = \\"us/diffeqformer-tiny' in (tmp_path / ADDRESSED[2]).read_text(encoding="utf-8")

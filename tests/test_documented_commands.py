@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import newcomer
-from documented import ELSEWHERE, FILES, FORKED, LEFT_OUT, OUTPUT, PREPARED, SNIPPETS, TPU, changed
+from documented import ELSEWHERE, FILES, FORKED, LEFT_OUT, OUTPUT, PREPARED, ROWS, SNIPPETS, TPU, changed, rows_of
 from flags import FAST_COMPILATION
 from helpers import ROOT
 from hub import Hub
@@ -83,6 +83,15 @@ def test_every_page_is_followed_and_no_block_is_passed_over():
     assert sorted(PAGES) == ["README.md", *pages]
     assert {str(pathlib.Path(page).parent) for page in {*PAGES} - {*FOLLOWED}} == {*ELSEWHERE}
     assert {block.language for page in FOLLOWED for block in blocks_of(page)} == {"", "python", "yaml"}
+
+
+def test_the_table_lists_nothing_that_no_page_has():
+    commands = [command for page in FOLLOWED for command in documented(page)]
+    assert all(any(re.search(pattern, command) for command in commands) for pattern in LEFT_OUT)
+    changing = [row for command in commands if not left_out(command) for row in rows_of(command)]
+    assert [row for row in ROWS if row not in changing] == []
+    texts = [block.text for page in FOLLOWED for block in blocks_of(page)]
+    assert all(any(text.startswith(start) for text in texts) for start in [*OUTPUT, *SNIPPETS])
 
 
 class Newcomer:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from contextlib import nullcontext
+from unittest import mock
 
 import jax
 import numpy as np
@@ -220,6 +221,16 @@ def test_hosts_agree_on_a_notice_one_step_late_unless_they_wait_anyway(wait, hea
         assert not notice.now(True)
         signal.raise_signal(signal.SIGTERM)
         assert [notice.now(wait), notice.now(wait)] == heard
+
+
+def test_a_process_that_lost_another_one_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "connect", mock.Mock())
+    monkeypatch.setattr(hosts, "leave", lambda *of: said.append(of))
+    with hosts.joined(mock.Mock()):
+        raise RuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+    assert said == [(1, "process 0 of 2 failed: it lost another one; start all of them again")]
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ class NeoX(GPT):
     rotate a part of each head's entries (`model.rotary_fraction`).
     """
 
-    rotary: Rotary
-    tied_head: bool
+    rotary: Rotary = dataclasses.field()  # without the default that it would inherit
+    tied_head: bool = dataclasses.field()
 
     learned_positions: ClassVar[bool] = False
     tanh_gelu: ClassVar[bool] = False

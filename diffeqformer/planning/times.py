@@ -10,7 +10,8 @@ The compiler states the cycles that it expects of each instruction, but not for 
   its end hides it. Between slices, every device sends its part to another slice at the rate of the network, one part
   after another.
 
-An instruction that fuses several operations belongs to the last of them.
+An instruction that fuses several operations belongs to the last of them. What runs only on a condition counts as
+nothing: the loss's sums by the largest logit, which a run hardly ever needs.
 """
 
 import collections

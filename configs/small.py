@@ -4,7 +4,7 @@
 
 Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Each device holds the
 embeddings and an eighth of the hypernetwork with their Adam moments, 0.7 GB, and what its part of the batch needs.
-One TPU v5e chip does, too, in 30 to 36 hours, modelled, with --config.microbatches=0.
+One TPU v5e chip does, too, in 28 to 34 hours, modelled, with --config.microbatches=0.
 Hyperparameters: the authors' published configuration.
 What to expect: not run, except for single steps at batch 1 on a CPU.
 

@@ -2,7 +2,7 @@
 
     python -m diffeqformer.main --config=configs/wikitext103_small.py     # :gpt and :shared are the baselines
 
-Hardware: one TPU v5e chip (8 to 9 hours, modelled) or one GPU with 24 GB (by its memory alone), with
+Hardware: one TPU v5e chip (7 to 9 hours, modelled) or one GPU with 24 GB (by its memory alone), with
 --config.microbatches=0; docs/reproduce.md has the commands. Or 8 GPUs or TPU chips. Each of 8 devices holds the
 embeddings and an eighth of the hypernetwork with their Adam moments, 0.7 GB, and what its part of the batch needs.
 Hyperparameters: the authors' published configuration.

@@ -108,7 +108,7 @@ def test_a_large_product_takes_little_longer_than_at_peak():
     "options, state, heads, ratio",
     [
         (["--config=configs/large.py", "--topology=v5p:2x2x4"], 1.44, 4.22, 0.927),
-        (["--config=configs/large.py", "--topology=v5e:4x8", "--slices=2"], 0.78, 1.05, 1.020),
+        (["--config=configs/large.py", "--topology=v5e:4x8", "--slices=2"], 0.78, 1.05, 1.000),
         (["--config=configs/llama_1b.py", "--topology=v5p:2x2x1", "--config.data.tokenizer_file=any"], 18.57, 0, 1.118),
     ],
 )

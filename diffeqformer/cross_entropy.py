@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 4096  # number of positions whose logits exist at once
+MANY = 4096  # entries from which a pass over their logits takes longer than the condition that saves it
 
 
 class SoftTargets(NamedTuple):
@@ -84,15 +85,18 @@ def of_vocabulary(logits: Float[Array, "N V"], vocab_size: int | None, unknown: 
 def _losses(x, matrix, targets, vocab_size):
     """-log p of each target, the logits, their shift, and the logarithm of the sum of the shifted ones' exponentials.
 
-    Logits are shifted by their target's, which is known before them. So the sum is a part of the product that makes
-    them, and takes no pass over all. Where the sum overflows, as some logit is too far above, the largest replaces it.
+    `MANY` logits are shifted by their target's, which is known before them. So the sum is a part of the product that
+    makes them, and takes no pass over all. Where it overflows, as some logit is too far above, the largest replaces it.
     """
     logits = _logits(x, matrix, vocab_size)
-    shift = jnp.einsum("nd,nd->n", x, matrix[targets], preferred_element_type=jnp.float32)[:, None]
-    log_total = jnp.log(jnp.exp(logits - shift).sum(axis=1, keepdims=True))
-    shift, log_total = jax.lax.cond(
-        jnp.isfinite(log_total).all(), lambda: (shift, log_total), lambda: _largest_and_log_total(logits)
-    )
+    if len(matrix) < MANY:
+        shift, log_total = _largest_and_log_total(logits)
+    else:
+        shift = jnp.einsum("nd,nd->n", x, matrix[targets], preferred_element_type=jnp.float32)[:, None]
+        log_total = jnp.log(jnp.exp(logits - shift).sum(axis=1, keepdims=True))
+        shift, log_total = jax.lax.cond(
+            jnp.isfinite(log_total).all(), lambda: (shift, log_total), lambda: _largest_and_log_total(logits)
+        )
     losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - shift)
     return losses[:, 0], logits, shift, log_total
 

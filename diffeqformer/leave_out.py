@@ -1,7 +1,8 @@
 """Which layers does a model need least? `python -m diffeqformer.leave_out --workdir=runs/smollm2 --files=text.txt`
 
 Layers are left out one by one: always the one whose removal raises the loss of the text least. The order is a value of
-`config.model.left_out`, with which one model runs, and trains, in several numbers of layers (docs/any-depth.md).
+`config.model.left_out`, with which one model runs, and trains, in several numbers of layers (docs/any-depth.md). With
+--to, the layers that are left become a model of their own, in which those before a gap are fitted to make up for it.
 """
 
 import dataclasses
@@ -11,17 +12,22 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from absl import flags
+from etils import epath
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
+from diffeqformer.checkpoints.folder import new_checkpoints, work_folder
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import header, results_folder, write_json
+from diffeqformer.console.terminal import show_progress
+from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.errors import UserError, counted
+from diffeqformer.inference.gaps import fitted_layers
 from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer
+from diffeqformer.transformer import Transformer, split_model
 
 
 def losses_by_removal(
@@ -64,43 +70,94 @@ def plot(removed: list[int], losses: list[float], layers: int, path: pathlib.Pat
     figure.savefig(path, dpi=110)
 
 
-def leave_out(options) -> dict:
-    """Find the order according to the options, and print and write it as it grows."""
+def find_order(
+    options, opened: checkpoint.Checkpoint, windows: list[Stretch], folder: pathlib.Path, about: dict
+) -> str:
+    """The layers to leave out, in order, as `config.model.left_out` takes them; printed and written as it grows."""
+    layers, results = opened.model.num_steps, about | {"windows": len(windows), "left_out": "", "losses": []}
+    fewest = -(-layers // 2) if options.fewest is None else options.fewest
+    if fewest >= layers:
+        raise UserError(f"--fewest: must be below the {counted(layers, 'layer')}, but it is {fewest}")
+    removed = []
+    for layer, loss in losses_by_removal(opened.model, windows, fewest, options.batch_size):
+        removed += [layer] * (layer is not None)
+        without = f", without {layer}" * (layer is not None)
+        print(f"{counted(layers - len(removed), 'layer')}{without}: {loss:.3f} nats per token", flush=True)
+        results["losses"].append(loss)
+        results["left_out"] = ",".join(map(str, removed))
+        write_json(folder / "results.json", results)
+    plot(removed, results["losses"], layers, folder / "losses.png")
+    print(f"\n--config.model.left_out={results['left_out']}\n\nresults.json and losses.png are in {folder}")
+    return results["left_out"]
+
+
+def layers_of(order: str, layers: int) -> set[int]:
+    """The layers that an order leaves out."""
+    try:
+        left_out = {*left_out_layers(order)}
+    except ValueError:
+        left_out = {layers}
+    if max(left_out, default=0) >= layers or len(left_out) == layers:
+        raise UserError(f"--order: must be some of the layers 0 to {layers - 1}, such as 16,17,14, but it is {order!r}")
+    return left_out
+
+
+def write_fitted(
+    opened: checkpoint.Checkpoint, left_out: set[int], batches: list[np.ndarray], workdir: str, to: epath.Path
+) -> None:
+    """Write a model without some layers as a run of one checkpoint; those before a gap are fitted to the batches."""
+    config = opened.config.copy_and_resolve_references()
+    kept = [layer for layer in range(config.model.num_steps) if layer not in left_out]
+    config.model.update(num_steps=len(kept), left_out="", training_depths="")
+    config.name = to.name or config.name
+    origin = {"workdir": workdir, "step": opened.step}
+    about = dataclasses.replace(opened.about, config=config.to_dict(), materialized_from=origin, time_spent=None)
+    with new_checkpoints(to, "--to"):
+        layers = fitted_layers(opened.model, batches, kept, show_progress("fit", "layers"))
+        params = split_model(opened.model)[1] | {"depth": {"layers": layers}}
+        with checkpoint.open_to_write(to, 1) as checkpoints:
+            checkpoint.save(checkpoints, opened.step, {"params": params}, about)
+            checkpoint.check(checkpoints, wait=True)
+
+
+def leave_out(options) -> None:
+    """Find the order according to the options, or take a given one, and write the model without these layers."""
     hosts.check_one("leave_out: this command")
     opened = checkpoint.load(options.workdir, step=options.step)
     model, config = opened.model, opened.config.model
-    if not model.depth.fixed_depth or config.span:
+    if not model.depth.fixed_depth or config.span or config.lora_rank:
+        kind = f"{config.kind}, with adapters (materialize merges them)" if config.lora_rank else config.kind
         raise UserError(
             "--workdir: must hold a model with weights per layer whose steps have the length 1, such as a Llama, but "
-            f"it is a model of the kind {config.kind}"
+            f"it is a model of the kind {kind}"
         )
-    fewest = -(-model.num_steps // 2) if options.fewest is None else options.fewest
-    if fewest >= model.num_steps:
-        raise UserError(f"--fewest: must be below the {counted(model.num_steps, 'layer')}, but it is {fewest}")
+    if options.order and (not options.to or options.fewest is not None):
+        raise UserError("--order: must go with --to and without --fewest, as it takes the place of the search")
+    layers_of(options.order, model.num_steps)
     window = window_size(options.window, opened.config, model.max_length, "--window")
     task, files, stored = text_of(options, opened)
-    windows = open_text(options, opened, task, files, stored, window, window).windows[: options.windows]
-    name = name_of_text(options, task, files)
-    folder = results_folder(options.output, options.workdir, "leave_out", name)
-    results = {**header(options.workdir, opened), "text": name, "windows": len(windows), "window": window}
-    results |= {"left_out": "", "losses": []}
-    removed = []
+    windows = open_text(options, opened, task, files, stored, window, window).windows
     with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
-        stretches = [Stretch(row, 1) for row in windows.tolist()]
-        for layer, loss in losses_by_removal(model, stretches, fewest, options.batch_size):
-            removed += [layer] * (layer is not None)
-            without = f", without {layer}" * (layer is not None)
-            print(f"{counted(model.num_steps - len(removed), 'layer')}{without}: {loss:.3f} nats per token", flush=True)
-            results["losses"].append(loss)
-            results["left_out"] = ",".join(map(str, removed))
-            write_json(folder / "results.json", results)
-    plot(removed, results["losses"], model.num_steps, folder / "losses.png")
-    print(f"\n--config.model.left_out={results['left_out']}\n\nresults.json and losses.png are in {folder}")
-    return results
+        order = options.order
+        if not order:
+            name = name_of_text(options, task, files)
+            folder = results_folder(options.output, options.workdir, "leave_out", name)
+            about = {**header(options.workdir, opened), "text": name, "window": window}
+            stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
+            order = find_order(options, opened, stretches, folder, about)
+    if options.to:
+        left_out = layers_of(order, model.num_steps)
+        windows, size = windows[: options.fit_windows], options.batch_size
+        batches = [windows[first : first + size] for first in range(0, len(windows), size)]
+        write_fitted(opened, left_out, batches, options.workdir, work_folder(options.to))
+        print(f"{options.to}: a model of {model.num_steps - len(left_out)} layers; use it with --workdir={options.to}")
 
 
 if __name__ == "__main__":
     define_text_flags("leave_out")
     flags.DEFINE_integer("windows", 8, "Windows of text that are scored without each layer.", lower_bound=1)
     flags.DEFINE_integer("fewest", None, "Layers that are left at the end; by default half.", lower_bound=1)
+    flags.DEFINE_string("order", "", "Layers to leave out, such as 16,17,14, in place of the search.")
+    flags.DEFINE_string("to", None, "Folder of a run to write: the layers that are left, fitted to the text.")
+    flags.DEFINE_integer("fit_windows", 192, "Windows of text to which those layers are fitted.", lower_bound=1)
     command_line.run(lambda: leave_out(flags.FLAGS))

@@ -1,10 +1,12 @@
 """Models of weights per layer in fewer layers, and the order in which layers are left out."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from huggingface import write_run
@@ -13,12 +15,13 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.config import check_config
 from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.errors import UserError
+from diffeqformer.inference import gaps
 from diffeqformer.inference.scoring import Stretch
-from diffeqformer.leave_out import losses_by_removal
+from diffeqformer.leave_out import layers_of, losses_by_removal
 from diffeqformer.materialize import materialize
 from diffeqformer.training.finetune import inherit
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import split_model
+from diffeqformer.transformer import split_model, weights_at
 from helpers import ONE_DEVICE, build_model, first_state, forward, lively_model, tokens_of, toy_config
 from runs import command
 
@@ -86,14 +89,55 @@ def test_the_layer_that_is_missed_least_is_left_out():
         kept.remove(layer)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt", "neox"])
+def test_layers_before_gaps_take_their_states_nearest_to_those_after_them(kind, monkeypatch):
+    """By the derivative of the distance from the whole model's states, after the layers that were fitted before."""
+    monkeypatch.setattr(gaps, "RIDGE", 1e-6)
+    model, kept = lively_model(kind, vocab_size=257), [0, 1, 3, 5]
+    tokens, whole = jnp.asarray(np.random.RandomState(1).randint(257, size=(24, 16))), weights_at(model)
+    made = gaps.fitted_layers(model, [np.array(tokens[:16]), np.array(tokens[16:])], kept)
+    before, targets = jax.tree.map(lambda leaf: leaf[np.array(kept)], whole.layers), model.trajectory(tokens, whole)
+
+    def distance(output, row, after):
+        layers = jax.tree.map(lambda leaf: jnp.asarray(leaf[: row + 1]), made)
+        layers["mlp_down"] = {name: layers["mlp_down"][name].at[row].set(leaf) for name, leaf in output.items()}
+        walk = dataclasses.replace(whole, layers=layers, step_sizes=jnp.ones(row + 1))
+        lacks = (model.trajectory(tokens, walk)[-1] - targets[after]) ** 2
+        return jnp.mean(lacks / jnp.mean(targets[after] ** 2, -1, keepdims=True))
+
+    for row, after in ((1, 3), (2, 5)):
+        old, new = ({name: leaf[row] for name, leaf in layers["mlp_down"].items()} for layers in (before, made))
+        steep, flat = (optax.tree.norm(jax.grad(distance)(output, row, after)) for output in (old, new))
+        assert flat < 1e-3 * steep
+    for layers in (made, before):
+        layers["mlp_down"] = {name: leaf[np.array([0, 3])] for name, leaf in layers["mlp_down"].items()}
+    jax.tree.map(np.testing.assert_array_equal, made, before)
+
+
+def test_an_order_names_some_of_the_layers():
+    assert layers_of("3,1", 6) == {1, 3} and layers_of("", 6) == set()
+    for order in ("6", "1,1", "-1", "all", "0,1,2,3,4,5"):
+        with pytest.raises(UserError, match=f"^--order: must be some of the layers 0 to 5, .* but it is '{order}'"):
+            layers_of(order, 6)
+
+
 @pytest.mark.long
-def test_the_command_prints_an_order_that_a_config_takes(tmp_path):
-    write_run(tmp_path / "run", "llama", "llama")
-    (tmp_path / "text.txt").write_text("some text of which there are several windows. " * 4)
+def test_the_command_prints_an_order_that_a_config_takes_and_writes_a_model_without_these_layers(tmp_path):
+    write_run(tmp_path / "run", "llama", "llama", model__left_out="0", model__training_depths="5,6")
+    (tmp_path / "text.txt").write_text("some text of which there are several windows. " * 40)
     options = [f"--files={tmp_path / 'text.txt'}", f"--output={tmp_path / 'order'}", "--fewest=4", "--windows=2"]
-    done = command("leave_out", f"--workdir={tmp_path / 'run'}", *options)
+    done = command("leave_out", f"--workdir={tmp_path / 'run'}", *options, f"--to={tmp_path / 'four'}")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "order" / "results.json").read_text())
-    assert len(results["losses"]) == 3 and f"\n--config.model.left_out={results['left_out']}\n" in done.stdout
+    order = results["left_out"]
+    assert len(results["losses"]) == 3 and f"\n--config.model.left_out={order}\n" in done.stdout
     assert results["windows"] == 2 and (tmp_path / "order" / "losses.png").stat().st_size > 5000
-    check_config(toy_config("llama", "llama", model__left_out=results["left_out"]), 1)
+    check_config(toy_config("llama", "llama", model__left_out=order), 1)
+    model, made = (checkpoint.load(tmp_path / name) for name in ("run", "four"))
+    config = made.config.model
+    assert (config.num_steps, config.left_out, config.training_depths, made.step) == (4, "", "", model.step)
+    plain = of_layers(model.model, sorted({*range(6)} - layers_of(order, 6)))
+    tokens = jnp.asarray([model.tokenizer.encode("several windows of some text")[:16]])
+    last, *others = (each.trajectory(tokens, weights_at(each))[-1] for each in (model.model, made.model, plain))
+    fitted, dropped = (float(jnp.linalg.norm(state - last)) for state in others)
+    assert fitted < 0.8 * dropped

@@ -5,6 +5,7 @@ Layers are left out one by one: always the one whose removal raises the loss of 
 --to, the layers that are left become a model of their own, in which those before a gap are fitted to make up for it.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from absl import flags
 from etils import epath
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.checkpoints.finite import logits_of
+from diffeqformer.checkpoints.finite import check_parameters, logits_of
 from diffeqformer.checkpoints.folder import new_checkpoints, work_folder
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import new_figure
@@ -70,22 +71,23 @@ def plot(removed: list[int], losses: list[float], layers: int, path: pathlib.Pat
     figure.savefig(path, dpi=110)
 
 
-def find_order(
-    options, opened: checkpoint.Checkpoint, windows: list[Stretch], folder: pathlib.Path, about: dict
-) -> str:
+def find_order(options, opened: checkpoint.Checkpoint, windows: list[Stretch], window: int, name: str) -> str:
     """The layers to leave out, in order, as `config.model.left_out` takes them; printed and written as it grows."""
-    layers, results = opened.model.num_steps, about | {"windows": len(windows), "left_out": "", "losses": []}
+    layers, removed = opened.model.num_steps, []
     fewest = -(-layers // 2) if options.fewest is None else options.fewest
     if fewest >= layers:
         raise UserError(f"--fewest: must be below the {counted(layers, 'layer')}, but it is {fewest}")
-    removed = []
-    for layer, loss in losses_by_removal(opened.model, windows, fewest, options.batch_size):
-        removed += [layer] * (layer is not None)
-        without = f", without {layer}" * (layer is not None)
-        print(f"{counted(layers - len(removed), 'layer')}{without}: {loss:.3f} nats per token", flush=True)
-        results["losses"].append(loss)
-        results["left_out"] = ",".join(map(str, removed))
-        write_json(folder / "results.json", results)
+    folder = results_folder(options.output, options.workdir, "leave_out", name)
+    results = {**header(options.workdir, opened), "text": name, "windows": len(windows), "window": window}
+    results |= {"left_out": "", "losses": []}
+    with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
+        for layer, loss in losses_by_removal(opened.model, windows, fewest, options.batch_size):
+            removed += [layer] * (layer is not None)
+            without = f", without {layer}" * (layer is not None)
+            print(f"{counted(layers - len(removed), 'layer')}{without}: {loss:.3f} nats per token", flush=True)
+            results["losses"].append(loss)
+            results["left_out"] = ",".join(map(str, removed))
+            write_json(folder / "results.json", results)
     plot(removed, results["losses"], layers, folder / "losses.png")
     print(f"\n--config.model.left_out={results['left_out']}\n\nresults.json and losses.png are in {folder}")
     return results["left_out"]
@@ -105,24 +107,27 @@ def layers_of(order: str, layers: int) -> set[int]:
 def write_fitted(
     opened: checkpoint.Checkpoint, left_out: set[int], batches: list[np.ndarray], workdir: str, to: epath.Path
 ) -> None:
-    """Write a model without some layers as a run of one checkpoint; those before a gap are fitted to the batches."""
+    """Write the layers that are left, fitted to the batches, as a run of one checkpoint, into an empty folder."""
     config = opened.config.copy_and_resolve_references()
     kept = [layer for layer in range(config.model.num_steps) if layer not in left_out]
     config.model.update(num_steps=len(kept), left_out="", training_depths="")
     config.name = to.name or config.name
     origin = {"workdir": workdir, "step": opened.step}
     about = dataclasses.replace(opened.about, config=config.to_dict(), materialized_from=origin, time_spent=None)
-    with new_checkpoints(to, "--to"):
-        layers = fitted_layers(opened.model, batches, kept, show_progress("fit", "layers"))
-        params = split_model(opened.model)[1] | {"depth": {"layers": layers}}
-        with checkpoint.open_to_write(to, 1) as checkpoints:
-            checkpoint.save(checkpoints, opened.step, {"params": params}, about)
-            checkpoint.check(checkpoints, wait=True)
+    layers = fitted_layers(opened.model, batches, kept, show_progress("fit", "layers"))
+    params = split_model(opened.model)[1] | {"depth": {"layers": layers}}
+    check_parameters(params, f"{workdir}, fitted")
+    with checkpoint.open_to_write(to, 1) as checkpoints:
+        checkpoint.save(checkpoints, opened.step, {"params": params}, about)
+        checkpoint.check(checkpoints, wait=True)
+    print(f"{to}: a model of {counted(len(kept), 'layer')}; use it with --workdir={to}")
 
 
 def leave_out(options) -> None:
     """Find the order according to the options, or take a given one, and write the model without these layers."""
     hosts.check_one("leave_out: this command")
+    if options.order and (not options.to or options.fewest is not None):
+        raise UserError("--order: must go with --to and without --fewest, as it takes the place of the search")
     opened = checkpoint.load(options.workdir, step=options.step)
     model, config = opened.model, opened.config.model
     if not model.depth.fixed_depth or config.span or config.lora_rank:
@@ -131,26 +136,18 @@ def leave_out(options) -> None:
             "--workdir: must hold a model with weights per layer whose steps have the length 1, such as a Llama, but "
             f"it is a model of the kind {kind}"
         )
-    if options.order and (not options.to or options.fewest is not None):
-        raise UserError("--order: must go with --to and without --fewest, as it takes the place of the search")
     layers_of(options.order, model.num_steps)
     window = window_size(options.window, opened.config, model.max_length, "--window")
-    task, files, stored = text_of(options, opened)
-    windows = open_text(options, opened, task, files, stored, window, window).windows
-    with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
-        order = options.order
-        if not order:
-            name = name_of_text(options, task, files)
-            folder = results_folder(options.output, options.workdir, "leave_out", name)
-            about = {**header(options.workdir, opened), "text": name, "window": window}
-            stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
-            order = find_order(options, opened, stretches, folder, about)
-    if options.to:
-        left_out = layers_of(order, model.num_steps)
-        windows, size = windows[: options.fit_windows], options.batch_size
-        batches = [windows[first : first + size] for first in range(0, len(windows), size)]
-        write_fitted(opened, left_out, batches, options.workdir, work_folder(options.to))
-        print(f"{options.to}: a model of {model.num_steps - len(left_out)} layers; use it with --workdir={options.to}")
+    to = work_folder(options.to) if options.to else None
+    with new_checkpoints(to, "--to") if to else contextlib.nullcontext():
+        task, files, stored = text_of(options, opened)
+        windows = open_text(options, opened, task, files, stored, window, window).windows
+        stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
+        order = options.order or find_order(options, opened, stretches, window, name_of_text(options, task, files))
+        if to:
+            windows, size = windows[: options.fit_windows], options.batch_size
+            batches = [windows[first : first + size] for first in range(0, len(windows), size)]
+            write_fitted(opened, layers_of(order, model.num_steps), batches, options.workdir, to)
 
 
 if __name__ == "__main__":

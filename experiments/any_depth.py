@@ -4,13 +4,14 @@
     python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5
 
 Each row trains the same model on the same batches: in all its layers (the control), in fewer, or in several numbers of
-layers by turns; "distilled", with the model before training as the teacher. `diffeqformer leave_out` finds the layers.
-The text is `python_packages`; each row is scored on files of other packages before, halfway and after, and on
-WikiText-103.
+layers by turns; "distilled", with the model before training as the teacher; "fitted", from layers that were fitted to
+the training text first. `diffeqformer leave_out` finds the layers, and fits them. The text is `python_packages`; each
+row is scored on files of other packages before, halfway and after, and on WikiText-103.
 """
 
 import functools
 import pathlib
+import subprocess
 import sys
 
 from absl import app, flags
@@ -19,6 +20,7 @@ from common import (
     curve,
     define_flags,
     folder_of,
+    on_cores,
     read_results,
     report,
     results_file,
@@ -54,6 +56,23 @@ def bits_by_depth(
     return {str(row["num_steps"]): row["bits_per_byte"] for row in rows["rows"]}
 
 
+def fitted(base: pathlib.Path, layers: int, text: pathlib.Path, cores: list[int] | None) -> pathlib.Path:
+    """The folder of a model of so many layers, fitted to the text, which is made unless it is there."""
+    folder = folder_of(f"fitted {layers}")
+    order = LEFT_OUT.value[: load_config(base).model.num_steps - layers]
+    if not folder.exists():
+        options = [
+            f"--workdir={base}",
+            f"--order={','.join(order)}",
+            f"--files={text}",
+            "--window=512",
+            f"--to={folder}",
+        ]
+        command = [sys.executable, "-m", "diffeqformer.leave_out", *options, "--batch_size=4"]
+        subprocess.run(on_cores(command, cores), check=True)
+    return folder
+
+
 def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | None) -> dict:
     """Train a row, named by its numbers of layers, its steps and its seed.
 
@@ -63,6 +82,8 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
     """
     base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(f", {STEPS.value} steps, seed ")
     depths = sorted(map(int, kind.split()[0].split(",")))
+    if kind.endswith("fitted"):
+        base = fitted(base, depths[0], folder / "train.jsonl", cores)
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]

@@ -11,23 +11,25 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from etils import epath
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.checkpoints.finite import check_parameters, logits_of
-from diffeqformer.checkpoints.folder import new_checkpoints, work_folder
+from diffeqformer.checkpoints.finite import logits_of
+from diffeqformer.checkpoints.folder import new_checkpoints
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import header, results_folder, write_json
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.gaps import fitted_layers
+from diffeqformer.inference.gaps import FITTING, fitted_layers
 from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.transformer import Transformer, split_model
 
 
@@ -71,83 +73,92 @@ def plot(removed: list[int], losses: list[float], layers: int, path: pathlib.Pat
     figure.savefig(path, dpi=110)
 
 
-def find_order(options, opened: checkpoint.Checkpoint, windows: list[Stretch], window: int, name: str) -> str:
-    """The layers to leave out, in order, as `config.model.left_out` takes them; printed and written as it grows."""
+def find_order(options, opened: checkpoint.Checkpoint, windows: list[Stretch], name: str, fewest: int) -> list[int]:
+    """The layers to leave out, in order; printed and written as the list grows."""
     layers, removed = opened.model.num_steps, []
-    fewest = -(-layers // 2) if options.fewest is None else options.fewest
-    if fewest >= layers:
-        raise UserError(f"--fewest: must be below the {counted(layers, 'layer')}, but it is {fewest}")
     folder = results_folder(options.output, options.workdir, "leave_out", name)
-    results = {**header(options.workdir, opened), "text": name, "windows": len(windows), "window": window}
+    results = {**header(options.workdir, opened), "text": name, "windows": len(windows), "window": len(windows[0].ids)}
     results |= {"left_out": "", "losses": []}
-    with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
-        for layer, loss in losses_by_removal(opened.model, windows, fewest, options.batch_size):
-            removed += [layer] * (layer is not None)
-            without = f", without {layer}" * (layer is not None)
-            print(f"{counted(layers - len(removed), 'layer')}{without}: {loss:.3f} nats per token", flush=True)
-            results["losses"].append(loss)
-            results["left_out"] = ",".join(map(str, removed))
-            write_json(folder / "results.json", results)
+    for layer, loss in losses_by_removal(opened.model, windows, fewest, options.batch_size):
+        removed += [layer] * (layer is not None)
+        without = f", without {layer}" * (layer is not None)
+        print(f"{counted(layers - len(removed), 'layer')}{without}: {loss:.3f} nats per token", flush=True)
+        results["losses"].append(loss)
+        results["left_out"] = ",".join(map(str, removed))
+        write_json(folder / "results.json", results)
     plot(removed, results["losses"], layers, folder / "losses.png")
     print(f"\n--config.model.left_out={results['left_out']}\n\nresults.json and losses.png are in {folder}")
-    return results["left_out"]
-
-
-def layers_of(order: str, layers: int) -> set[int]:
-    """The layers that an order leaves out."""
-    try:
-        left_out = {*left_out_layers(order)}
-    except ValueError:
-        left_out = {layers}
-    if max(left_out, default=0) >= layers or len(left_out) == layers:
-        raise UserError(f"--order: must be some of the layers 0 to {layers - 1}, such as 16,17,14, but it is {order!r}")
-    return left_out
+    return removed
 
 
 def write_fitted(
-    opened: checkpoint.Checkpoint, left_out: set[int], batches: list[np.ndarray], workdir: str, to: epath.Path
+    opened: checkpoint.Checkpoint, left_out: list[int], batches: list[np.ndarray], workdir: str, to: epath.Path
 ) -> None:
     """Write the layers that are left, fitted to the batches, as a run of one checkpoint, into an empty folder."""
-    config = opened.config.copy_and_resolve_references()
+    config, about = opened.config.copy_and_resolve_references(), opened.about
     kept = [layer for layer in range(config.model.num_steps) if layer not in left_out]
+    trained = (about.materialized_from or {}).get("model", config.model.to_dict())
     config.model.update(num_steps=len(kept), left_out="", training_depths="")
     config.name = to.name or config.name
-    origin = {"workdir": workdir, "step": opened.step}
-    about = dataclasses.replace(opened.about, config=config.to_dict(), materialized_from=origin, time_spent=None)
+    origin = {"workdir": workdir, "step": opened.step, "model": trained}
+    about = dataclasses.replace(about, config=config.to_dict(), materialized_from=origin, time_spent=None)
     layers = fitted_layers(opened.model, batches, kept, show_progress("fit", "layers"))
-    params = split_model(opened.model)[1] | {"depth": {"layers": layers}}
-    check_parameters(params, f"{workdir}, fitted")
-    with checkpoint.open_to_write(to, 1) as checkpoints:
-        checkpoint.save(checkpoints, opened.step, {"params": params}, about)
-        checkpoint.check(checkpoints, wait=True)
-    print(f"{to}: a model of {counted(len(kept), 'layer')}; use it with --workdir={to}")
+    checkpoint.save_alone(to, opened.step, split_model(opened.model)[1] | {"depth": {"layers": layers}}, about)
+    tokens = sum(batch.size for batch in batches)
+    print(f"{to}: {counted(len(kept), 'layer')}, fitted to {tokens:,} tokens; use it with --workdir={to}")
 
 
-def leave_out(options) -> None:
-    """Find the order according to the options, or take a given one, and write the model without these layers."""
-    hosts.check_one("leave_out: this command")
-    if options.order and (not options.to or options.fewest is not None):
-        raise UserError("--order: must go with --to and without --fewest, as it takes the place of the search")
-    opened = checkpoint.load(options.workdir, step=options.step)
-    model, config = opened.model, opened.config.model
-    if not model.depth.fixed_depth or config.span or config.lora_rank:
+def check_options(options, opened: checkpoint.Checkpoint) -> tuple[list[int], int]:
+    """The layers of --order, if it is given, and the layers that are left at the end of a search."""
+    layers, config = opened.model.num_steps, opened.config.model
+    if not opened.model.depth.fixed_depth or config.span or config.lora_rank:
         kind = f"{config.kind}, with adapters (materialize merges them)" if config.lora_rank else config.kind
         raise UserError(
             "--workdir: must hold a model with weights per layer whose steps have the length 1, such as a Llama, but "
             f"it is a model of the kind {kind}"
         )
-    layers_of(options.order, model.num_steps)
-    window = window_size(options.window, opened.config, model.max_length, "--window")
-    to = work_folder(options.to) if options.to else None
+    fewest = -(-layers // 2) if options.fewest is None else options.fewest
+    if fewest >= layers:
+        raise UserError(f"--fewest: must be below the {counted(layers, 'layer')}, but it is {fewest}")
+    try:
+        order = [*left_out_layers(options.order)]
+    except ValueError:
+        order = [layers]
+    if max(order, default=0) >= layers or len(order) == layers:
+        one = f"must be some of the layers 0 to {layers - 1}, such as 16,17,14"
+        raise UserError(f"--order: {one}, but it is {options.order!r}")
+    if order and not options.to:
+        raise UserError("--order: must go with --to, as it takes the place of the search")
+    if options.to and config.solver not in FITTING:
+        raise UserError(f"--to: needs a model with the solver {' or '.join(FITTING)}, but it has {config.solver}")
+    if options.to and not options.files and options.split != "train":
+        raise UserError(
+            "--to: must go with --split=train or --files, so that no layer is fitted to the validation text"
+        )
+    return order, fewest
+
+
+def leave_out(options) -> None:
+    """Find the order according to the options, or take a given one, and write the model without these layers."""
+    hosts.check_one("leave_out: this command")
+    opened = checkpoint.load(options.workdir, step=options.step)
+    order, fewest = check_options(options, opened)
+    window = window_size(options.window, opened.config, opened.model.max_length, "--window")
+    to = epath.Path(options.to) if options.to else None
+    if to:
+        states = jax.ShapeDtypeStruct((options.fit_windows, window, opened.model.field.width), jnp.float32)
+        check_free(f"--fit_windows: the states of {counted(options.fit_windows, 'window')}", states, 3)
     with new_checkpoints(to, "--to") if to else contextlib.nullcontext():
         task, files, stored = text_of(options, opened)
         windows = open_text(options, opened, task, files, stored, window, window).windows
-        stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
-        order = options.order or find_order(options, opened, stretches, window, name_of_text(options, task, files))
-        if to:
-            windows, size = windows[: options.fit_windows], options.batch_size
-            batches = [windows[first : first + size] for first in range(0, len(windows), size)]
-            write_fitted(opened, layers_of(order, model.num_steps), batches, options.workdir, to)
+        with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
+            if not order:
+                stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
+                order = find_order(options, opened, stretches, name_of_text(options, task, files), fewest)
+            if to:
+                windows, size = windows[: options.fit_windows], options.batch_size
+                batches = [windows[first : first + size] for first in range(0, len(windows), size)]
+                write_fitted(opened, order, batches, options.workdir, to)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The hypernetwork and the optimizer's state are left out. The result is as small 
 command that takes a run also takes it.
 """
 
-import contextlib
 import dataclasses
 
 from absl import flags, logging
@@ -66,14 +65,7 @@ def materialize(
         params = discretized_arrays(config, stored, num_steps, dtype, show_progress("weights", "layers"))
         for path, array in traverse_util.flatten_dict(params).items():  # a device need not hold all of them
             check_parameters(traverse_util.unflatten_dict({path: array}), f"{workdir}, checkpoint {step}")
-        with checkpoint.open_to_write(output, 1) as checkpoints:
-            checkpoint.save(checkpoints, step, {"params": params}, about)
-            try:
-                checkpoint.check(checkpoints, wait=True)
-            except BaseException:  # an interrupt, too: nothing may go on writing when the folder is removed
-                with contextlib.suppress(Exception):
-                    checkpoints.wait()
-                raise
+        checkpoint.save_alone(output, step, params, about)
     return epath.Path(output)
 
 

@@ -20,7 +20,6 @@ from common import (
     curve,
     define_flags,
     folder_of,
-    on_cores,
     read_results,
     report,
     results_file,
@@ -56,21 +55,14 @@ def bits_by_depth(
     return {str(row["num_steps"]): row["bits_per_byte"] for row in rows["rows"]}
 
 
-def fitted(base: pathlib.Path, layers: int, text: pathlib.Path, cores: list[int] | None) -> pathlib.Path:
-    """The folder of a model of so many layers, fitted to the text, which is made unless it is there."""
-    folder = folder_of(f"fitted {layers}")
-    order = LEFT_OUT.value[: load_config(base).model.num_steps - layers]
-    if not folder.exists():
-        options = [
-            f"--workdir={base}",
-            f"--order={','.join(order)}",
-            f"--files={text}",
-            "--window=512",
-            f"--to={folder}",
-        ]
+def fit(kind: str, text: pathlib.Path) -> None:
+    """Make the model of fewer layers that a kind of rows begins with, unless it is there."""
+    base, folder, layers = folder_of("pretrained"), folder_of(kind), int(kind.split()[0])
+    if not saved_steps(folder):
+        order = LEFT_OUT.value[: load_config(base).model.num_steps - layers]
+        options = [f"--workdir={base}", f"--order={','.join(order)}", f"--files={text}", "--window=512", f"--to={folder}"]
         command = [sys.executable, "-m", "diffeqformer.leave_out", *options, "--batch_size=4"]
-        subprocess.run(on_cores(command, cores), check=True)
-    return folder
+        subprocess.run(command, check=True)
 
 
 def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | None) -> dict:
@@ -80,10 +72,9 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
         bits per byte of the Python text by depth and step; after training, of it and of WikiText-103 by depth, also at
         depths between those of training.
     """
-    base, workdir, (kind, seed) = folder_of("pretrained"), folder_of(row), row.split(f", {STEPS.value} steps, seed ")
+    workdir, (kind, seed) = folder_of(row), row.split(f", {STEPS.value} steps, seed ")
     depths = sorted(map(int, kind.split()[0].split(",")))
-    if kind.endswith("fitted"):
-        base = fitted(base, depths[0], folder / "train.jsonl", cores)
+    base = folder_of(kind if kind.endswith("fitted") else "pretrained")
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]
@@ -136,6 +127,9 @@ def main(_) -> None:
     folder = pathlib.Path(flags.FLAGS.folder)
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
+    for kind in ROWS.value:
+        if kind.endswith("fitted"):
+            fit(kind, folder / "train.jsonl")
     rows = [f"{kind}, {STEPS.value} steps, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in ROWS.value]
     draw(run_rows(rows, str, functools.partial(work, text, folder)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,11 @@ from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.errors import UserError
 from diffeqformer.inference import gaps
 from diffeqformer.inference.scoring import Stretch
-from diffeqformer.leave_out import layers_of, losses_by_removal
+from diffeqformer.leave_out import check_options, losses_by_removal
 from diffeqformer.materialize import materialize
 from diffeqformer.training.finetune import inherit
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import split_model, weights_at
+from diffeqformer.transformer import new_model, split_model, weights_at
 from helpers import ONE_DEVICE, build_model, first_state, forward, lively_model, tokens_of, toy_config
 from runs import command
 
@@ -89,11 +90,11 @@ def test_the_layer_that_is_missed_least_is_left_out():
         kept.remove(layer)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt", "neox"])
-def test_layers_before_gaps_take_their_states_nearest_to_those_after_them(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "kept"), [("llama", [1, 2, 4]), ("gpt", [0, 1, 3, 5]), ("neox", [0, 3, 4, 5])])
+def test_layers_before_gaps_take_their_states_nearest_to_those_after_them(kind, kept, monkeypatch):
     """By the derivative of the distance from the whole model's states, after the layers that were fitted before."""
     monkeypatch.setattr(gaps, "RIDGE", 1e-6)
-    model, kept = lively_model(kind, vocab_size=257), [0, 1, 3, 5]
+    model, afters = lively_model(kind, vocab_size=257, mlp=80), [*kept[1:], 6]
     tokens, whole = jnp.asarray(np.random.RandomState(1).randint(257, size=(24, 16))), weights_at(model)
     made = gaps.fitted_layers(model, [np.array(tokens[:16]), np.array(tokens[16:])], kept)
     before, targets = jax.tree.map(lambda leaf: leaf[np.array(kept)], whole.layers), model.trajectory(tokens, whole)
@@ -105,39 +106,72 @@ def test_layers_before_gaps_take_their_states_nearest_to_those_after_them(kind, 
         lacks = (model.trajectory(tokens, walk)[-1] - targets[after]) ** 2
         return jnp.mean(lacks / jnp.mean(targets[after] ** 2, -1, keepdims=True))
 
-    for row, after in ((1, 3), (2, 5)):
+    for row, (layer, after) in enumerate(zip(kept, afters)):
         old, new = ({name: leaf[row] for name, leaf in layers["mlp_down"].items()} for layers in (before, made))
+        if after == layer + 1:
+            jax.tree.map(np.testing.assert_array_equal, old, new)
+            continue
         steep, flat = (optax.tree.norm(jax.grad(distance)(output, row, after)) for output in (old, new))
         assert flat < 1e-3 * steep
-    for layers in (made, before):
-        layers["mlp_down"] = {name: leaf[np.array([0, 3])] for name, leaf in layers["mlp_down"].items()}
+    del made["mlp_down"], before["mlp_down"]
     jax.tree.map(np.testing.assert_array_equal, made, before)
 
 
-def test_an_order_names_some_of_the_layers():
-    assert layers_of("3,1", 6) == {1, 3} and layers_of("", 6) == set()
-    for order in ("6", "1,1", "-1", "all", "0,1,2,3,4,5"):
-        with pytest.raises(UserError, match=f"^--order: must be some of the layers 0 to 5, .* but it is '{order}'"):
-            layers_of(order, 6)
+def test_fitted_layers_keep_their_type_and_what_is_added_keeps_them_close(monkeypatch):
+    monkeypatch.setattr(gaps, "RIDGE", 1e4)
+    graph, params = split_model(lively_model("llama", vocab_size=257))
+    model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+    made = gaps.fitted_layers(model, [np.arange(32).reshape(2, 16)], [0, 1, 5])["mlp_down"]["kernel"]
+    old = split_model(model)[1]["depth"]["layers"]["mlp_down"]["kernel"][np.array([0, 1, 5])]
+    assert made.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(made), np.float32(old), rtol=0, atol=0.01)
 
 
 @pytest.mark.long
 def test_the_command_prints_an_order_that_a_config_takes_and_writes_a_model_without_these_layers(tmp_path):
     write_run(tmp_path / "run", "llama", "llama", model__left_out="0", model__training_depths="5,6")
     (tmp_path / "text.txt").write_text("some text of which there are several windows. " * 40)
-    options = [f"--files={tmp_path / 'text.txt'}", f"--output={tmp_path / 'order'}", "--fewest=4", "--windows=2"]
-    done = command("leave_out", f"--workdir={tmp_path / 'run'}", *options, f"--to={tmp_path / 'four'}")
+    text, to = f"--files={tmp_path / 'text.txt'}", f"--to={tmp_path / 'four'}"
+    done = command("leave_out", f"--workdir={tmp_path / 'run'}", text, f"--output={tmp_path / 'order'}", "--fewest=4")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "order" / "results.json").read_text())
     order = results["left_out"]
     assert len(results["losses"]) == 3 and f"\n--config.model.left_out={order}\n" in done.stdout
-    assert results["windows"] == 2 and (tmp_path / "order" / "losses.png").stat().st_size > 5000
+    assert results["windows"] == 8 and (tmp_path / "order" / "losses.png").stat().st_size > 5000
     check_config(toy_config("llama", "llama", model__left_out=order), 1)
-    model, made = (checkpoint.load(tmp_path / name) for name in ("run", "four"))
-    config = made.config.model
-    assert (config.num_steps, config.left_out, config.training_depths, made.step) == (4, "", "", model.step)
-    plain = of_layers(model.model, sorted({*range(6)} - layers_of(order, 6)))
-    tokens = jnp.asarray([model.tokenizer.encode("several windows of some text")[:16]])
-    last, *others = (each.trajectory(tokens, weights_at(each))[-1] for each in (model.model, made.model, plain))
-    fitted, dropped = (float(jnp.linalg.norm(state - last)) for state in others)
-    assert fitted < 0.8 * dropped
+
+    done = command("leave_out", f"--workdir={tmp_path / 'run'}", text, f"--order={order}", to)
+    assert done.returncode == 0, done.stderr
+    opened, made = (checkpoint.load(tmp_path / name) for name in ("run", "four"))
+    config, kept = made.config.model, sorted({*range(6)} - {*left_out_layers(order)})
+    assert (config.num_steps, config.left_out, config.training_depths, made.step) == (4, "", "", opened.step)
+    assert made.about.materialized_from["model"]["num_steps"] == 6
+    tokens = jnp.asarray([opened.tokenizer.encode("several windows of some text")[:16]])
+    whole, fitted, dropped = (
+        forward(each, tokens) for each in (opened.model, made.model, of_layers(opened.model, kept))
+    )
+    assert np.linalg.norm(fitted - whole) < 0.8 * np.linalg.norm(dropped - whole)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"order": "6", "to": "new"}, "--order: must be some of the layers 0 to 5, such as 16,17,14, but it is '6'"),
+        ({"order": "0,1,2,3,4,5", "to": "new"}, "--order: must be some of the layers 0 to 5"),
+        ({"order": "1,1", "to": "new"}, "--order: must be some of the layers 0 to 5"),
+        ({"order": "1"}, "--order: must go with --to"),
+        ({"to": "new", "solver": "strang"}, "--to: needs a model with the solver euler or lie_trotter, but it has st"),
+        ({"to": "new", "files": None}, "--to: must go with --split=train or --files"),
+        ({"fewest": 6}, "--fewest: must be below the 6 layers, but it is 6"),
+        ({"to": "new", "lora_rank": 2}, "--workdir: must hold a model with weights per layer .*materialize merges"),
+    ],
+)
+def test_what_cannot_be_done_is_said_first(given, error):
+    options = {"order": "", "to": None, "fewest": None, "files": "text.txt", "split": "validation"}
+    config = toy_config("llama", "llama", **{f"model__{key}": given.pop(key) for key in [*given] if key not in options})
+    opened = object.__new__(checkpoint.Checkpoint)
+    for name, value in {"model": new_model(config), "config": config}.items():
+        object.__setattr__(opened, name, value)
+    options = types.SimpleNamespace(**options | given)
+    with pytest.raises(UserError, match=f"^{error}"):
+        check_options(options, opened)

@@ -127,6 +127,18 @@ def written(checkpoints: ocp.training.Checkpointer) -> Iterator[None]:
         ) from error
 
 
+def save_alone(workdir: epath.PathLike, step: int, params: dict, about: About) -> None:
+    """Save parameters as the only checkpoint of a work folder, and wait until that is done."""
+    with open_to_write(workdir, 1) as checkpoints:
+        save(checkpoints, step, {"params": params}, about)
+        try:
+            check(checkpoints, wait=True)
+        except BaseException:  # an interrupt, too: nothing may go on writing when the folder is removed
+            with contextlib.suppress(Exception):
+                checkpoints.wait()
+            raise
+
+
 def check(checkpoints: ocp.training.Checkpointer, wait: bool = False) -> None:
     """Check that no save in the background has failed. With `wait`, first wait for it to end."""
     with written(checkpoints):

@@ -19,17 +19,22 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.fields import attention
+from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.fields.field import Block, VectorField
 from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.solvers import Solver
 from diffeqformer.transformer import Transformer, split_model
 
 RIDGE = 0.1
-"""What is added to the diagonal of the hidden units' products, as a part of its mean. It keeps the kernel near."""
+"""What is added to the diagonal of H'H, as a part of its mean. It keeps the kernel close to what it was."""
+
+FITTING = ("euler", "lie_trotter")
+"""The solvers whose step is linear in the output of the feed-forward."""
 
 OUTPUT = "mlp_down"
 """The layer that every block's feed-forward ends with."""
+
+States = list[Float[Array, "_ S D"]]
 
 
 class HiddenUnits(VectorField):
@@ -54,22 +59,21 @@ class HiddenUnits(VectorField):
 def after_layer(solver: Solver, block: Block, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     """The state after a layer."""
     with multiplying("highest"):
-        return solver.step(block, [weights], x, jnp.ones(()), Context(attend=attention.plain))
+        return solver.step(block, [weights], x, jnp.ones(()), Context())
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "block"))
-def products(
+def normal_equations(
     solver: Solver, block: Block, weights: dict, x: Float[Array, "B S D"], target: Float[Array, "B S D"]
 ) -> tuple[Float[Array, "F F"], Float[Array, "F D"]]:
-    """The normal equations of what a layer's output lacks of a target: H'H and H'R, over all positions.
+    """H'H and H'R, over all positions: what a layer's output R lacks of a target, by its hidden units H.
 
-    H are its hidden units, with ones beside them if it has a bias. Each position counts by the inverse of the target's
-    root mean square, since the next norm divides by that.
+    If the layer has a bias, the last of the units is 1. Each position counts by the inverse of the target's root mean
+    square, since the next norm divides by that.
     """
-    output = weights[OUTPUT]
-    field = HiddenUnits(block)
+    output, field = weights[OUTPUT], HiddenUnits(block)
     with multiplying("highest"):
-        without = solver.step(field, [weights], x, jnp.ones(()), Context(attend=attention.plain))
+        without = solver.step(field, [weights], x, jnp.ones(()), Context())
         lacks = target - without - field.hidden @ output["kernel"] - output.get("bias", 0)
         hidden = jnp.append(field.hidden, jnp.ones((*x.shape[:2], 1)), -1) if "bias" in output else field.hidden
         share = jax.lax.rsqrt(jnp.mean(target * target, -1, keepdims=True))
@@ -77,14 +81,18 @@ def products(
         return jnp.einsum("bsf,bsg->fg", hidden, hidden), jnp.einsum("bsf,bsd->fd", hidden, lacks)
 
 
-def fitted(solver: Solver, block: Block, weights: dict, states: list, targets: list) -> dict:
-    """A layer whose feed-forward's output, its bias included, takes the states nearest to the targets."""
-    sums = [products(solver, block, weights, x, target) for x, target in zip(states, targets)]
-    units, lacks = (np.sum([np.asarray(part, np.float64) for part in parts], axis=0) for parts in zip(*sums))
+def fitted(solver: Solver, block: Block, weights: dict, states: States, targets: States) -> dict:
+    """A layer with the output kernel and bias of the feed-forward that bring its states nearest to the targets."""
+    units = lacks = 0.0
+    for x, target in zip(states, targets):
+        parts = normal_equations(solver, block, weights, x, target)
+        units, lacks = (whole + np.asarray(part, np.float64) for whole, part in zip((units, lacks), parts))
+    if not np.isfinite(lacks).all():
+        raise NotFinite
     units[np.diag_indices_from(units)] += RIDGE * units.diagonal().mean()
     change = np.float32(scipy.linalg.solve(units, lacks, assume_a="pos"))
-    output, kernel = weights[OUTPUT], change[: len(weights[OUTPUT]["kernel"])]
-    made = {"kernel": output["kernel"] + kernel}
+    output = weights[OUTPUT]
+    made = {"kernel": output["kernel"] + change[: block.mlp]}
     if "bias" in output:
         made["bias"] = output["bias"] + change[-1]
     return weights | {OUTPUT: made}
@@ -99,34 +107,36 @@ def fitted_layers(
     """The weights of the layers that are kept, stacked, in their type; those before a gap are fitted to the text.
 
     Args:
-        model: one with weights per layer and steps of the length 1.
-        batches: ids of the text, of a length that the model can read. It needs more positions than hidden units.
-        kept: the numbers of the layers, in order.
+        model: one with weights per layer, steps of the length 1, and a solver of `FITTING`.
+        batches: ids of the text; there should be many more of them than hidden units.
+        kept: the numbers of the layers, in order. For a gap before all of them, nothing makes up.
         progress: called with the layers that are done, and all of them.
     """
-    solver, block = model.solver, model.field
-    stored = split_model(model)[1]["depth"]["layers"]
-    layers = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), stored)
+    solver, block, stored = model.solver, model.field, split_model(model)[1]["depth"]["layers"]
     pairs = list(zip(kept, [*kept[1:], model.num_steps]))
     last = max((number for number, after in pairs if after > number + 1), default=-1)
 
     def layer(number: int) -> dict:
-        return jax.tree.map(lambda leaf: leaf[number], layers)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf[number], jnp.float32), stored)
 
-    def through(first: int, after: int, states: list) -> list:
+    def through(weights: dict, states: States) -> States:
+        return [after_layer(solver, block, weights, x) for x in states]
+
+    def skipped(first: int, after: int, states: States) -> States:
         for number in range(first, after):
-            states = [after_layer(solver, block, layer(number), x) for x in states]
+            states = through(layer(number), states)
         return states
 
     states = [model.embed(jnp.asarray(batch), Context()) for batch in batches]
-    targets, made = through(0, kept[0], states) if kept[0] else states, []  # of all layers
+    targets, made = skipped(0, kept[0], states), []
     for number, after in pairs:
         weights, gap, alike = layer(number), after > number + 1, states is targets
         if number <= last:
-            targets = through(number, after, targets)
+            targets = skipped(number, after, targets)
             if gap:
                 weights = fitted(solver, block, weights, states, targets)
-            states = targets if alike and not gap else [after_layer(solver, block, weights, x) for x in states]
-        made.append(weights)
+                weights = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype).astype(jnp.float32), weights, stored)
+            states = targets if alike and not gap else through(weights, states)
+        made.append(jax.device_get(weights))
         progress(len(made), len(kept))
     return jax.tree.map(lambda leaf, *leaves: np.stack(leaves).astype(leaf.dtype), stored, *made)

@@ -29,6 +29,8 @@ from common import (
 from python_packages import write_corpus
 
 from diffeqformer.checkpoints.checkpoint import load_config
+from diffeqformer.checkpoints.folder import folder_of as checkpoints_of
+from diffeqformer.checkpoints.folder import steps_of
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import BITS_AT
 
@@ -58,9 +60,9 @@ def bits_by_depth(
 def fit(kind: str, text: pathlib.Path) -> None:
     """Make the model of fewer layers that a kind of rows begins with, unless it is there."""
     base, folder, layers = folder_of("pretrained"), folder_of(kind), int(kind.split()[0])
-    if not saved_steps(folder):
-        order = LEFT_OUT.value[: load_config(base).model.num_steps - layers]
-        options = [f"--workdir={base}", f"--order={','.join(order)}", f"--files={text}", "--window=512", f"--to={folder}"]
+    if not steps_of(checkpoints_of(folder)):
+        order = ",".join(LEFT_OUT.value[: load_config(base).model.num_steps - layers])
+        options = [f"--workdir={base}", f"--to={folder}", f"--order={order}", f"--files={text}", "--window=512"]
         command = [sys.executable, "-m", "diffeqformer.leave_out", *options, "--batch_size=4"]
         subprocess.run(command, check=True)
 

@@ -2,7 +2,7 @@
 
 Layers are left out one by one: always the one whose removal raises the loss of the text least. The order is a value of
 `config.model.left_out`, with which one model runs, and trains, in several numbers of layers (docs/any-depth.md). With
---to, the layers that are left become a model of their own, in which those before a gap are fitted to make up for it.
+--to, the layers that are left become a model of their own, in which those near a gap learn to make up for it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from diffeqformer.console.results import header, results_folder, write_json
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.gaps import FITTING, fitted_layers
+from diffeqformer.inference.gaps import BATCH, FITTING, fitted_layers
 from diffeqformer.inference.scoring import Scorer, Stretch, window_size
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of
 from diffeqformer.parallel import hosts
@@ -92,7 +92,12 @@ def find_order(options, opened: checkpoint.Checkpoint, windows: list[Stretch], n
 
 
 def write_fitted(
-    opened: checkpoint.Checkpoint, left_out: list[int], batches: list[np.ndarray], workdir: str, to: epath.Path
+    opened: checkpoint.Checkpoint,
+    left_out: list[int],
+    batches: list[np.ndarray],
+    epochs: int,
+    workdir: str,
+    to: epath.Path,
 ) -> None:
     """Write the layers that are left, fitted to the batches, as a run of one checkpoint, into an empty folder."""
     config, about = opened.config.copy_and_resolve_references(), opened.about
@@ -102,7 +107,7 @@ def write_fitted(
     config.name = to.name or config.name
     origin = {"workdir": workdir, "step": opened.step, "model": trained}
     about = dataclasses.replace(about, config=config.to_dict(), materialized_from=origin, time_spent=None)
-    layers = fitted_layers(opened.model, batches, kept, show_progress("fit", "layers"))
+    layers = fitted_layers(opened.model, batches, kept, epochs, show_progress)
     checkpoint.save_alone(to, opened.step, split_model(opened.model)[1] | {"depth": {"layers": layers}}, about)
     tokens = sum(batch.size for batch in batches)
     print(f"{to}: {counted(len(kept), 'layer')}, fitted to {tokens:,} tokens; use it with --workdir={to}")
@@ -156,9 +161,9 @@ def leave_out(options) -> None:
                 stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
                 order = find_order(options, opened, stretches, name_of_text(options, task, files), fewest)
             if to:
-                windows, size = windows[: options.fit_windows], options.batch_size
-                batches = [windows[first : first + size] for first in range(0, len(windows), size)]
-                write_fitted(opened, order, batches, options.workdir, to)
+                windows = windows[: options.fit_windows]
+                batches = [windows[first : first + BATCH] for first in range(0, len(windows), BATCH)]
+                write_fitted(opened, order, batches, options.epochs, options.workdir, to)
 
 
 if __name__ == "__main__":
@@ -168,4 +173,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("order", "", "Layers to leave out, such as 16,17,14, in place of the search.")
     flags.DEFINE_string("to", None, "Folder of a run to write: the layers that are left, fitted to the text.")
     flags.DEFINE_integer("fit_windows", 192, "Windows of text to which those layers are fitted.", lower_bound=1)
+    help_text = "Times that the layers near a gap learn from that text; 0: only one is fitted, at once."
+    flags.DEFINE_integer("epochs", 4, help_text, lower_bound=0)
     command_line.run(lambda: leave_out(flags.FLAGS))

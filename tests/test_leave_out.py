@@ -127,6 +127,23 @@ def test_fitted_layers_keep_their_type_and_what_is_added_keeps_them_close(monkey
     np.testing.assert_allclose(np.float32(made), np.float32(old), rtol=0, atol=0.01)
 
 
+def test_layers_within_two_of_a_gap_learn_together():
+    """From the states of the whole model, and the others stay."""
+    assert gaps.groups_of([0, 1, 2, 3, 8, 9, 10, 11], 12) == [[0], [1], [2, 3, 8, 9], [10], [11]]
+    assert gaps.groups_of([1, 2, 3, 4, 6], 7) == [[1], [2], [3, 4, 6]]
+    model, kept = lively_model("gpt", num_steps=8, vocab_size=257), [0, 1, 2, 4, 5, 6, 7]
+    tokens, whole = jnp.asarray(np.random.RandomState(1).randint(257, size=(24, 16))), weights_at(model)
+    batches = [np.array(tokens[:16]), np.array(tokens[16:])]
+    fitted, learned = (gaps.fitted_layers(model, batches, kept, epochs) for epochs in (0, 20))
+    target, distances = model.trajectory(tokens, whole)[6], []
+    for layers in (fitted, learned):
+        walk = dataclasses.replace(whole, layers=jax.tree.map(lambda leaf: leaf[:5], layers), step_sizes=jnp.ones(5))
+        distances.append(float(jnp.linalg.norm(model.trajectory(tokens, walk)[-1] - target)))
+    assert distances[1] < 0.9 * distances[0]
+    moved = np.abs(learned["qkv"]["kernel"] - fitted["qkv"]["kernel"]).max((1, 2)) > 0
+    assert moved.tolist() == [False, True, True, True, True, False, False]
+
+
 @pytest.mark.long
 def test_the_command_prints_an_order_that_a_config_takes_and_writes_a_model_without_these_layers(tmp_path):
     write_run(tmp_path / "run", "llama", "llama", model__left_out="0", model__training_depths="5,6")

@@ -8,8 +8,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 19_200, "tests/**/*.py": 13_460}
-WORDS = {"docs/**/*.md": 20_200, "README.md": 1_200, "benchmarks/README.md": 900, "CHANGELOG.md": 400}
+LINES = {"diffeqformer/**/*.py": 19_470, "tests/**/*.py": 13_560}
+WORDS = {"docs/**/*.md": 20_250, "README.md": 1_200, "benchmarks/README.md": 900, "CHANGELOG.md": 400}
 FIELDS = 81
 
 

@@ -1,6 +1,8 @@
-"""Making up for layers that are left out: the feed-forward before each gap is fitted to the state after it.
+"""Making up for layers that are left out: those near a gap learn to bring the states to where the whole model has them.
 
-Shopkhoev et al. fit a square matrix and multiply the layer's output kernel by it. Here the whole kernel is fitted.
+The feed-forward before each gap is fitted to the state after it, by least squares. Shopkhoev et al. fit a square matrix
+and multiply the layer's output kernel by it; here the whole kernel is fitted. Then the layers within two of a gap learn
+together, as blocks do in Bercovich et al. (2024, arXiv:2411.19146). No text goes through the other layers backwards.
 
 @inproceedings{shopkhoev2025replaceme,
   title={{ReplaceMe}: Network Simplification via Depth Pruning and Transformer Block Linearization},
@@ -11,11 +13,13 @@ Shopkhoev et al. fit a square matrix and multiply the layer's output kernel by i
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import scipy.linalg
 from jaxtyping import Array, Float, Int
 
@@ -31,9 +35,13 @@ RIDGE = 0.1
 FITTING = ("euler", "lie_trotter")
 """The solvers whose step is linear in the output of the feed-forward."""
 
+RATE, BATCH = 5e-4, 2
+"""The highest rate of learning, and the windows of a step."""
+
 OUTPUT = "mlp_down"
 """The layer that every block's feed-forward ends with."""
 
+Show = Callable[[int, int], None]
 States = list[Float[Array, "_ S D"]]
 
 
@@ -98,45 +106,89 @@ def fitted(solver: Solver, block: Block, weights: dict, states: States, targets:
     return weights | {OUTPUT: made}
 
 
+def learned(
+    solver: Solver, block: Block, layers: list[dict], states: States, targets: States, epochs: int, show: Show
+) -> list[dict]:
+    """Layers in a row after they learned to take some states to the targets, batch by batch, by Adam."""
+    steps = epochs * len(states)
+    rate = optax.warmup_cosine_decay_schedule(0, RATE, min(20, steps // 2), steps, RATE / 20)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
+
+    def distance(layers: list[dict], x, target):
+        for weights in layers:
+            x = after_layer(solver, block, weights, x)
+        return jnp.mean((target - x) ** 2 / jnp.mean(target**2, -1, keepdims=True))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(layers, state, x, target):
+        changes, state = optimizer.update(jax.grad(distance)(layers, x, target), state)
+        return optax.apply_updates(layers, changes), state
+
+    layers = jax.tree.map(jnp.array, layers)  # a copy, which is donated
+    state, order = optimizer.init(layers), np.random.RandomState(0)
+    for epoch in range(epochs):
+        for done, batch in enumerate(order.permutation(len(states))):
+            layers, state = update(layers, state, states[batch], targets[batch])
+            show(epoch * len(states) + done, steps)
+    return layers
+
+
+def groups_of(kept: list[int], layers: int) -> list[list[int]]:
+    """The layers that are kept in groups: those within two of a gap learn together, others are alone."""
+    afters = [*kept[1:], layers]
+    gaps = [row for row, (number, after) in enumerate(zip(kept, afters)) if after > number + 1]
+    near = {row + away for row in gaps for away in (-1, 0, 1, 2)}
+    groups = itertools.groupby(range(len(kept)), key=lambda row: row in near or f"alone {row}")
+    return [[kept[row] for row in group] for _, group in groups]
+
+
 def fitted_layers(
     model: Transformer,
     batches: list[Int[np.ndarray, "_ S"]],
     kept: list[int],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    epochs: int = 0,
+    progress: Callable[[str, str], Show] = lambda what, unit: lambda done, total: None,
 ) -> dict:
-    """The weights of the layers that are kept, stacked, in their type; those before a gap are fitted to the text.
+    """The weights of the layers that are kept, stacked, in their type; those near a gap make up for it.
 
     Args:
         model: one with weights per layer, steps of the length 1, and a solver of `FITTING`.
         batches: ids of the text; there should be many more of them than hidden units.
         kept: the numbers of the layers, in order. For a gap before all of them, nothing makes up.
-        progress: called with the layers that are done, and all of them.
+        epochs: times that the layers within two of a gap learn from the text, after those before it were fitted.
+        progress: from what is done, and its unit, makes what is called with how many are done, and all of them.
     """
     solver, block, stored = model.solver, model.field, split_model(model)[1]["depth"]["layers"]
-    pairs = list(zip(kept, [*kept[1:], model.num_steps]))
-    last = max((number for number, after in pairs if after > number + 1), default=-1)
+    after = dict(zip(kept, [*kept[1:], model.num_steps]))
+    last = max((number for number in kept if after[number] > number + 1), default=-1)
 
     def layer(number: int) -> dict:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf[number], jnp.float32), stored)
 
-    def through(weights: dict, states: States) -> States:
-        return [after_layer(solver, block, weights, x) for x in states]
-
-    def skipped(first: int, after: int, states: States) -> States:
-        for number in range(first, after):
-            states = through(layer(number), states)
+    def through(layers: Iterable[dict], states: States) -> States:
+        for weights in layers:
+            states = [after_layer(solver, block, weights, x) for x in states]
         return states
 
+    def rounded(weights: dict) -> dict:
+        return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype).astype(jnp.float32), weights, stored)
+
     states = [model.embed(jnp.asarray(batch), Context()) for batch in batches]
-    targets, made = skipped(0, kept[0], states), []
-    for number, after in pairs:
-        weights, gap, alike = layer(number), after > number + 1, states is targets
-        if number <= last:
-            targets = skipped(number, after, targets)
-            if gap:
-                weights = fitted(solver, block, weights, states, targets)
-                weights = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype).astype(jnp.float32), weights, stored)
-            states = targets if alike and not gap else through(weights, states)
-        made.append(jax.device_get(weights))
-        progress(len(made), len(kept))
+    targets, made, show_all = through(map(layer, range(kept[0])), states), [], progress("fit", "layers")
+    for group in groups_of(kept, model.num_steps):
+        layers = [layer(number) for number in group]
+        if group[0] <= last:
+            start, alike = states, states is targets
+            for row, number in enumerate(group):
+                targets = through(map(layer, range(number, after[number])), targets)
+                if after[number] > number + 1:
+                    layers[row] = rounded(fitted(solver, block, layers[row], states, targets))
+                    alike = False
+                states = targets if alike else through(layers[row : row + 1], states)
+            if epochs and len(group) > 1:
+                show = progress(f"layers {group[0]} to {group[-1]}", "batches")
+                layers = list(map(rounded, learned(solver, block, layers, start, targets, epochs, show)))
+                states = through(layers, start)
+        made += [jax.device_get(weights) for weights in layers]
+        show_all(len(made), len(kept))
     return jax.tree.map(lambda leaf, *leaves: np.stack(leaves).astype(leaf.dtype), stored, *made)

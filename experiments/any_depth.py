@@ -1,12 +1,13 @@
 """One pretrained Llama for several numbers of layers: does it heal where layers are left out, and what does that cost?
 
     diffeqformer import --from=smollm2 --workdir=runs/any_depth/pretrained
-    python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5
+    python experiments/any_depth.py --wikitext=wiki.valid.tokens --left_out=16,17,18,14,15,5,13,3,25,26,4,6,7,12,10
 
 Each row trains the same model on the same batches: in all its layers (the control), in fewer, or in several numbers of
-layers by turns; "distilled", with the model before training as the teacher; "fitted", from layers that were fitted to
-the training text first. `diffeqformer leave_out` finds the layers, and fits them. The text is `python_packages`; each
-row is scored on files of other packages before, halfway and after, and on WikiText-103.
+layers by turns; "distilled", with the model before training as the teacher; "fitted" or "learned", from layers that
+`diffeqformer leave_out` fitted to the training text first, without epochs or with them. That command finds the layers,
+too. The text is `python_packages`; each row is scored on files of other packages before, halfway and after, and on
+WikiText-103.
 """
 
 import functools
@@ -37,13 +38,16 @@ from diffeqformer.console.progress import BITS_AT
 WIKITEXT = flags.DEFINE_string("wikitext", "", "wiki.valid.tokens of WikiText-103.")
 LEFT_OUT = flags.DEFINE_list("left_out", [], "Layers that are left out, in this order.")
 ROWS = flags.DEFINE_multi_string(
-    "row", ["30", "24", "24 distilled", "24,30"], "The numbers of layers in which a model is trained."
+    "row",
+    ["30", "24", "24 fitted", "24 learned", "15,24,30 distilled"],
+    "The numbers of layers in which a model is trained.",
 )
-STEPS = flags.DEFINE_integer("steps", 150, "Steps of training, of 1,024 tokens each.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 300, "Steps of training, of 1,024 tokens each.", lower_bound=1)
 RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
 DRAW = flags.DEFINE_bool("draw", False, "Only draw experiments/any_depth.png, of the rows so far.")
 define_flags("any_depth", at_once=2)
 
+OF_FEWER = ("fitted", "learned")
 BYTES = {"train": 2_000_000, "validation": 60_000}
 TEXTS = {"python by depth": "Python files of other packages", "wikitext": "WikiText-103"}
 
@@ -63,7 +67,8 @@ def fit(kind: str, text: pathlib.Path) -> None:
     if not steps_of(checkpoints_of(folder)):
         order = ",".join(LEFT_OUT.value[: load_config(base).model.num_steps - layers])
         options = [f"--workdir={base}", f"--to={folder}", f"--order={order}", f"--files={text}", "--window=512"]
-        command = [sys.executable, "-m", "diffeqformer.leave_out", *options, "--batch_size=4"]
+        options += ["--epochs=0"] * kind.endswith("fitted")
+        command = [sys.executable, "-m", "diffeqformer.leave_out", *options]
         subprocess.run(command, check=True)
 
 
@@ -76,7 +81,7 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
     """
     workdir, (kind, seed) = folder_of(row), row.split(f", {STEPS.value} steps, seed ")
     depths = sorted(map(int, kind.split()[0].split(",")))
-    base = folder_of(kind if kind.endswith("fitted") else "pretrained")
+    base = folder_of(kind if kind.endswith(OF_FEWER) else "pretrained")
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]
@@ -99,8 +104,10 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
 
 
 def draw(results: dict[str, dict]) -> None:
-    """Draw the bits per byte after training over the number of layers, of the rows that were scored by depth."""
+    """Draw the bits per byte after training over the number of layers, of the rows of the longest training."""
     figure, [axes] = new_figure(1, 2, (10, 3.8))
+    most = max(int(name.split(", ")[1].removesuffix(" steps")) for name in results)
+    results = {name.replace(f", {most} steps", ""): row for name, row in results.items() if f", {most} steps" in name}
     for colour, kind in zip(COLOURS, dict.fromkeys(name.partition(", seed ")[0] for name in results)):
         rows = [row for name, row in results.items() if name.startswith(f"{kind}, seed")]
         for axis, (name, title) in zip(axes, TEXTS.items()):
@@ -117,7 +124,7 @@ def draw(results: dict[str, dict]) -> None:
             axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
     once = dict(zip(labels, handles))
-    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(results_file().with_suffix(".png"), dpi=110)
 
 
@@ -130,7 +137,7 @@ def main(_) -> None:
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
     for kind in ROWS.value:
-        if kind.endswith("fitted"):
+        if kind.endswith(OF_FEWER):
             fit(kind, folder / "train.jsonl")
     rows = [f"{kind}, {STEPS.value} steps, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in ROWS.value]
     draw(run_rows(rows, str, functools.partial(work, text, folder)))

@@ -152,7 +152,7 @@ def leave_out(options) -> None:
     to = epath.Path(options.to) if options.to else None
     if to:
         states = jax.ShapeDtypeStruct((options.fit_windows, window, opened.model.field.width), jnp.float32)
-        check_free(f"--fit_windows: the states of {counted(options.fit_windows, 'window')}", states, 3)
+        check_free(f"--fit_windows: the states of {counted(options.fit_windows, 'window')}", states, 5)
     with new_checkpoints(to, "--to") if to else contextlib.nullcontext():
         task, files, stored = text_of(options, opened)
         windows = open_text(options, opened, task, files, stored, window, window).windows
@@ -173,6 +173,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("order", "", "Layers to leave out, such as 16,17,14, in place of the search.")
     flags.DEFINE_string("to", None, "Folder of a run to write: the layers that are left, fitted to the text.")
     flags.DEFINE_integer("fit_windows", 192, "Windows of text to which those layers are fitted.", lower_bound=1)
-    help_text = "Times that the layers near a gap learn from that text; 0: only one is fitted, at once."
+    help_text = "Times that the layers near a gap learn from that text; 0: only the one before it is fitted."
     flags.DEFINE_integer("epochs", 4, help_text, lower_bound=0)
     command_line.run(lambda: leave_out(flags.FLAGS))

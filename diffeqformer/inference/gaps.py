@@ -129,7 +129,9 @@ def learned(
     for epoch in range(epochs):
         for done, batch in enumerate(order.permutation(len(states))):
             layers, state = update(layers, state, states[batch], targets[batch])
-            show(epoch * len(states) + done, steps)
+            show(epoch * len(states) + done + 1, steps)
+    if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(layers)):
+        raise NotFinite
     return layers
 
 

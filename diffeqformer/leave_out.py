@@ -132,8 +132,10 @@ def check_options(options, opened: checkpoint.Checkpoint) -> tuple[list[int], in
     if max(order, default=0) >= layers or len(order) == layers:
         one = f"must be some of the layers 0 to {layers - 1}, such as 16,17,14"
         raise UserError(f"--order: {one}, but it is {options.order!r}")
-    if order and not options.to:
-        raise UserError("--order: must go with --to, as it takes the place of the search")
+    if order and (not options.to or options.fewest is not None):
+        raise UserError("--order: must go with --to and without --fewest, as it takes the place of the search")
+    if order and sorted(order) == [*range(len(order))]:
+        raise UserError(f"--order: must keep a layer before one of those it leaves out, but it is {options.order!r}")
     if options.to and config.solver not in FITTING:
         raise UserError(f"--to: needs a model with the solver {' or '.join(FITTING)}, but it has {config.solver}")
     if options.to and not options.files and options.split != "train":

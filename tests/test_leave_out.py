@@ -140,6 +140,8 @@ def test_layers_within_two_of_a_gap_learn_together():
         walk = dataclasses.replace(whole, layers=jax.tree.map(lambda leaf: leaf[:5], layers), step_sizes=jnp.ones(5))
         distances.append(float(jnp.linalg.norm(model.trajectory(tokens, walk)[-1] - target)))
     assert distances[1] < 0.9 * distances[0]
+    one, same = (gaps.fitted_layers(model, batches, [0], epochs)["qkv"]["kernel"] for epochs in (20, 0))
+    assert (one != same).any()
     moved = np.abs(learned["qkv"]["kernel"] - fitted["qkv"]["kernel"]).max((1, 2)) > 0
     assert moved.tolist() == [False, True, True, True, True, False, False]
 
@@ -177,6 +179,8 @@ def test_the_command_prints_an_order_that_a_config_takes_and_writes_a_model_with
         ({"order": "0,1,2,3,4,5", "to": "new"}, "--order: must be some of the layers 0 to 5"),
         ({"order": "1,1", "to": "new"}, "--order: must be some of the layers 0 to 5"),
         ({"order": "1"}, "--order: must go with --to"),
+        ({"order": "1", "to": "new", "fewest": 3}, "--order: must go with --to and without --fewest"),
+        ({"order": "1,0", "to": "new"}, "--order: must keep a layer before one of those it leaves out"),
         ({"to": "new", "solver": "strang"}, "--to: needs a model with the solver euler or lie_trotter, but it has st"),
         ({"to": "new", "files": None}, "--to: must go with --split=train or --files"),
         ({"fewest": 6}, "--fewest: must be below the 6 layers, but it is 6"),

@@ -187,7 +187,7 @@ def fitted_layers(
                     layers[row] = rounded(fitted(solver, block, layers[row], states, targets))
                     alike = False
                 states = targets if alike else through(layers[row : row + 1], states)
-            if epochs and len(group) > 1:
+            if epochs and any(after[number] > number + 1 for number in group):
                 show = progress(f"layers {group[0]} to {group[-1]}", "batches")
                 layers = list(map(rounded, learned(solver, block, layers, start, targets, epochs, show)))
                 states = through(layers, start)

@@ -122,9 +122,8 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
         hosts.check_shared(workdir)
         with hosts.all_succeed("the weights"):
             model = placed_model(config, knots_parts(config, found.parts()) if kind else found.parts())
-        with checkpoint.open_to_write(workdir, 1) as checkpoints:
-            checkpoint.save(checkpoints, 0, {"params": split_model(model)[1]}, about)
-            said = check(model, found, kind)
+        checkpoint.save_alone(workdir, 0, split_model(model)[1], about)
+        said = check(model, found, kind)
     return found, said
 
 

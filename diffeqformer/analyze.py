@@ -75,9 +75,9 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
     model = opened.model
     if not options.parts or not set(options.parts) <= set(ANALYSES):
         raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but it is {','.join(options.parts)!r}")
-    if options.times and not model.depth.generated:
+    if options.times and not model.depth.continuous:
         raise UserError("--times: must be left out for this model, whose weights aren't functions of time")
-    if options.published_pairing and not (model.depth.generated and model.solver == SOLVERS["euler"]):
+    if options.published_pairing and not (model.depth.continuous and model.solver == SOLVERS["euler"]):
         raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
     if model.depth.fixed_depth:
         check_weights(model, options.num_steps)

@@ -168,8 +168,8 @@ CONFIG_FIELDS = [
     ConfigField("model.num_steps", 12, NUM_STEPS,
         "solver steps, or layers; the parameters of a diffeqformer don't grow with it"),
     ConfigField("model.solver", "euler", one_of(SOLVERS),
-        "The solver through depth: euler, midpoint, heun, rk4, lie_trotter, strang, adams_bashforth, or one that can "
-        "be undone, such as reversible_euler; see docs/solvers.md."),
+        f"The solver through depth: {', '.join(name for name in SOLVERS if not SOLVERS[name].reversible)}, or one that "
+        "can be undone, such as reversible_euler; see docs/solvers.md."),
     ConfigField("model.span", 1.0, NOT_NEGATIVE,
         "The length of the whole depth: a step adds span / num_steps times the field. 0: every step adds it once, as "
         "the layers of a gpt or llama always do; a shared model can have both."),

@@ -36,6 +36,8 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The sum over positions of `weights` times -log softmax(matrix x)[target], in nats, fp32.
 
+    Where it is differentiated, `_forward` computes it, with its gradient in the same pass.
+
     Args:
         x: the last states after the final norm, in the compute type.
         matrix: the head, in the compute type. Rows from `vocab_size` on get probability 0.

@@ -250,7 +250,7 @@ def examine(options) -> dict:
     hosts.check_one("ode: this command")
     opened = checkpoint.load(options.workdir, step=options.step)
     model, config = opened.model, opened.config.model
-    if not model.depth.generated or model.num_steps < 2:
+    if not model.depth.continuous or model.num_steps < 2:
         raise UserError(
             "--workdir: must hold a model whose weights are functions of time, in at least 2 steps, but it is a model "
             f"of the kind {config.kind} with {counted(model.num_steps, 'step')}"

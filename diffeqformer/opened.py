@@ -110,7 +110,7 @@ class OpenedRun:
         depth = self.model.depth
         if not 0 <= time <= 1:
             raise UserError(f"time: must be between 0 and 1, but it is {time}")
-        if not depth.generated:
+        if not depth.continuous:
             kind = self.checkpoint.config.model.kind
             raise UserError(f"time: model.kind {kind} has weights for steps alone (model.weights()), not for times")
         made = depth.from_features(depth.features(np.array([time])))

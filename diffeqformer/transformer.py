@@ -302,7 +302,7 @@ def parameter_metadata(model: nnx.Module, name: str) -> dict:
 
 def partition_specs(model: Transformer) -> dict:
     """The partition specs of a model's parameters, as a tree."""
-    depth_rows = GENERATOR_ROWS if model.depth.generated else ROWS
+    depth_rows = GENERATOR_ROWS if model.depth.continuous else ROWS
     return {
         name: jax.tree.map(
             functools.partial(partition, rows=depth_rows if name == "depth" else ROWS),
@@ -315,7 +315,7 @@ def partition_specs(model: Transformer) -> dict:
 
 def divide_copies(model: Transformer, mesh: Mesh) -> Mesh:
     """The mesh with its copies of the model in groups that share a generator, if the model has one."""
-    if not model.depth.generated:
+    if not model.depth.continuous:
         return divide_generator(mesh, 1)
     kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
     rows = [(layer.inputs, layer.axes[0]) for layer in kernels]

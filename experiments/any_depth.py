@@ -5,9 +5,9 @@
 
 Each row trains the same model on the same batches: in all its layers (the control), in fewer, or in several numbers of
 layers by turns; "distilled", with the model before training as the teacher; "fitted" or "learned", from layers that
-`diffeqformer leave_out` fitted to the training text first, without epochs or with them. That command finds the layers,
-too. The text is `python_packages`; each row is scored on files of other packages before, halfway and after, and on
-WikiText-103.
+`diffeqformer leave_out` fitted to the training text first, without epochs or with them; "taught", from the learned
+ones, with the trained control as the teacher. That command finds the layers, too. The text is `python_packages`; each
+row is scored on files of other packages before, halfway and after, and on WikiText-103.
 """
 
 import functools
@@ -39,7 +39,7 @@ WIKITEXT = flags.DEFINE_string("wikitext", "", "wiki.valid.tokens of WikiText-10
 LEFT_OUT = flags.DEFINE_list("left_out", [], "Layers that are left out, in this order.")
 ROWS = flags.DEFINE_multi_string(
     "row",
-    ["30", "24", "24 fitted", "24 learned", "15,24,30 distilled"],
+    ["30", "24", "24 fitted", "24 learned", "24 taught", "15,24,30 distilled"],
     "The numbers of layers in which a model is trained.",
 )
 STEPS = flags.DEFINE_integer("steps", 300, "Steps of training, of 1,024 tokens each.", lower_bound=1)
@@ -47,7 +47,9 @@ RATE = flags.DEFINE_float("rate", 1e-4, "Learning rate.", lower_bound=0)
 DRAW = flags.DEFINE_bool("draw", False, "Only draw experiments/any_depth.png, of the rows so far.")
 define_flags("any_depth", at_once=2)
 
-OF_FEWER = ("fitted", "learned")
+FROM = {"fitted": "fitted", "learned": "learned", "taught": "learned"}
+"""The model of fewer layers that a kind of rows begins with; by default the pretrained one."""
+TEACHER_WEIGHT = 4
 BYTES = {"train": 2_000_000, "validation": 60_000}
 TEXTS = {"python by depth": "Python files of other packages", "wikitext": "WikiText-103"}
 
@@ -61,9 +63,15 @@ def bits_by_depth(
     return {str(row["num_steps"]): row["bits_per_byte"] for row in rows["rows"]}
 
 
+def start_of(kind: str) -> pathlib.Path:
+    """The folder of the model that a kind of rows begins with."""
+    layers, _, suffix = kind.partition(" ")
+    return folder_of(f"{layers} {FROM[suffix]}" if suffix in FROM else "pretrained")
+
+
 def fit(kind: str, text: pathlib.Path) -> None:
     """Make the model of fewer layers that a kind of rows begins with, unless it is there."""
-    base, folder, layers = folder_of("pretrained"), folder_of(kind), int(kind.split()[0])
+    base, folder, layers = folder_of("pretrained"), start_of(kind), int(kind.split()[0])
     if not steps_of(checkpoints_of(folder)):
         order = ",".join(LEFT_OUT.value[: load_config(base).model.num_steps - layers])
         options = [f"--workdir={base}", f"--to={folder}", f"--order={order}", f"--files={text}", "--window=512"]
@@ -81,7 +89,7 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
     """
     workdir, (kind, seed) = folder_of(row), row.split(f", {STEPS.value} steps, seed ")
     depths = sorted(map(int, kind.split()[0].split(",")))
-    base = folder_of(kind if kind.endswith(OF_FEWER) else "pretrained")
+    base = start_of(kind)
     config = load_config(base)
     layers, tokenizer = config.model.num_steps, config.data.tokenizer_file
     options = ["--config=configs/tiny.py:llama", f"--config.base={base}", *text]
@@ -89,6 +97,9 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
         options += [f"--config.model.left_out={','.join(LEFT_OUT.value)}"]
         options += [f"--config.model.training_depths={','.join(map(str, depths))}"]
     options += ["--config.teacher_weight=1"] * kind.endswith("distilled")
+    if kind.endswith("taught"):
+        control = folder_of(f"{load_config(folder_of('pretrained')).model.num_steps}, {STEPS.value} steps, seed {seed}")
+        options += [f"--config.teacher={control}", f"--config.teacher_weight={TEACHER_WEIGHT}"]
     options += ["--config.data.tokenizer=huggingface", f"--config.data.tokenizer_file={tokenizer}"]
     options += ["--config.sequence_length=512", "--config.batch_size=2", "--config.model.remat=none"]
     options += [f"--config.seed={seed}"]
@@ -137,7 +148,7 @@ def main(_) -> None:
     text = write_corpus(folder, BYTES)
     articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(0), slice(4))
     for kind in ROWS.value:
-        if kind.endswith(OF_FEWER):
+        if kind.partition(" ")[2] in FROM:
             fit(kind, folder / "train.jsonl")
     rows = [f"{kind}, {STEPS.value} steps, seed {seed}" for seed in range(flags.FLAGS.seeds) for kind in ROWS.value]
     draw(run_rows(rows, str, functools.partial(work, text, folder)))

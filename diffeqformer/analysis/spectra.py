@@ -101,12 +101,12 @@ def pairs_over_time(
         UserError: if the model has weights per layer and the number of times differs from the number of layers.
     """
     depth, features, layers = model.depth, None, None
-    stored = None if depth.generated else depth(Grid.of(times))
+    stored = None if depth.continuous else depth(Grid.of(times))
     if depth.constant:
         stored, times = jax.tree.map(lambda leaf: leaf[None], stored), times[-1:]
     for start in range(0, len(times), CHUNK):
         part = slice(start, start + CHUNK)
-        if depth.generated:
+        if depth.continuous:
             features = jnp.asarray(depth.features(times[part]))
         else:
             layers = jax.tree.map(lambda leaf: leaf[part], stored)

@@ -29,7 +29,7 @@ import tensorflow as tf
 from diffeqformer.data import texts
 from diffeqformer.data.files import Layout
 from diffeqformer.data.perplexities import WITHHELD, text_results
-from diffeqformer.data.texts import FileTexts, LocalTexts, StandardLibrary
+from diffeqformer.data.texts import FileTexts, LocalTexts
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, reason_of
 
@@ -91,7 +91,7 @@ def add_corpus(name: str, source: seqio.DataSource, origin: str, tokenizer: str 
 
 
 for _name, _texts in texts.CORPORA.items():
-    add_corpus(_name, Documents(_texts()), _texts.origin, "bytes" if _texts is StandardLibrary else "gpt2")
+    add_corpus(_name, Documents(_texts()), _texts.origin, _texts.tokenizer)
 
 
 def configure(module: str, option: str) -> None:

@@ -35,6 +35,7 @@ class FileTexts:
 
     splits: the names of the splits.
     origin: a description for readers; written into the token store.
+    tokenizer: the name of the one of its SeqIO task.
     cut: what makes documents of the lines of a plain-text file; None: a separator of the layout cuts it, if any.
     layout: how documents lie in the files.
     found: JSON that says what `fetch` has found, the "files" of each split. Another process can take it from here.
@@ -42,6 +43,7 @@ class FileTexts:
 
     splits: Sequence[str] = ("train", "validation")
     origin: str
+    tokenizer = "gpt2"
     cut: Callable[[Iterable[str]], Iterable[str]] | None = None
     layout = Layout()
     found = None
@@ -104,6 +106,7 @@ class StandardLibrary(FileTexts):
     """The `.py` files of this Python's standard library without its tests, as one shard; one document per file."""
 
     origin = f"standard library of Python {platform.python_version()}"
+    tokenizer = "bytes"
 
     def groups(self, split: str) -> list[Sequence[str]]:
         return [list(map(str, stdlib_files(split)))]

@@ -164,7 +164,7 @@ class GeneratedWeights(DepthWeights):
     `GENERATOR_STARTS`), `base_width` and `dtype`.
     """
 
-    generated = generates_kernels = sinusoidal = True
+    continuous = generates_kernels = sinusoidal = True
     shared_mlp: ClassVar[bool] = False
     linear: ClassVar[type[nnx.Module]] = GeneratedLinear
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 TRAINING_TIMES = ("fixed", "shifted")
-"""The times at which the weights of a hypernetwork are trained (`model.training_times`).
+"""The times at which weights that are functions of time are trained (`model.training_times`).
 
 fixed: the times of the grid, as published.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is

@@ -97,7 +97,7 @@ class InterpolatedWeights(PlainWeights):
     A solver of E steps uses the weights at the knots themselves. So the layers of a trained transformer can be them.
     """
 
-    generated = True
+    continuous = True
 
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         self.knots = config.time_embed_dim

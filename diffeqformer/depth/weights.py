@@ -21,7 +21,7 @@ class DepthWeights(nnx.Module):
     in the type of the parameters, one set for each of `grid.times`. An adapter is returned beside its kernel as `a` and
     `b` (`diffeqformer.depth.low_rank`).
 
-    generated: the weights are a function of time, so there are weights for any grid.
+    continuous: the weights are functions of time, so there are weights for any grid.
     generates_kernels: their kernels are products with a projection P (`diffeqformer.depth.projection`).
     sinusoidal: they read the time as sines and cosines.
     constant: one set is used at all times, and there is no axis T.
@@ -29,7 +29,7 @@ class DepthWeights(nnx.Module):
     precision: that of the products with P (`diffeqformer.fields.layers.PRECISIONS`).
     """
 
-    generated: ClassVar[bool] = False
+    continuous: ClassVar[bool] = False
     generates_kernels: ClassVar[bool] = False
     sinusoidal: ClassVar[bool] = False
     constant: ClassVar[bool] = False

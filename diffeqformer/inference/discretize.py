@@ -29,7 +29,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     if config.model.left_out and num_steps != config.model.num_steps:
         config.model.update(left_out="", training_depths="")
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
-    if MODELS[config.model.kind].weights.generated:
+    if MODELS[config.model.kind].weights.continuous:
         config.model.update(kind="discretized", training_times="fixed", training_depths="", generate_chunk=0)
         if config.model.solver not in MODELS["discretized"].solvers(unit_steps=not config.model.span):
             config.model.solver = "euler"

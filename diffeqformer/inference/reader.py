@@ -131,5 +131,5 @@ def check_room(model: Transformer, steps: int, length: int, texts: int, option: 
     """
     shape = steps * model.solver.evaluations, 1, length, model.field.key_value_heads * model.field.head_width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
-    parts = jax.device_count() if divided and model.depth.generated else 1
+    parts = jax.device_count() if divided and model.depth.continuous else 1
     check_free(f"{option}: the keys and values of {counted(texts, 'text')}", one, 2 * (texts + 1) / parts)

@@ -67,7 +67,7 @@ def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Pl
     model = abstract_model(base)
     graph, params = split_model(model)
     params = placed(params, shardings(divide_copies(model, program.mesh), partition_specs(model)))
-    if not MODELS[config.model.kind].weights.generated:
+    if not MODELS[config.model.kind].weights.continuous:
         arguments = graph, params, config.model.num_steps, jnp.dtype("float32"), config.model.solver
         made = compile_for_tpu("weights of the base", discretized_params.lower(*arguments), size_of(params))
         yield made

@@ -167,7 +167,7 @@ def walk(
     trajectory: bool = False,
     cache: KeyValueCache | None = None,
 ) -> Float[Array, "*L B S D"] | tuple[Float[Array, "B S D"], KeyValueCache]:
-    """Move the state x(0) along a vector field to x(1), in one `jax.lax.scan` over the stacked weights.
+    """Move the state x(0) along a vector field to x(1), in loops over the stacked weights.
 
     The state keeps its type. The compiled program does not grow with the number of steps.
 

@@ -42,7 +42,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     if meant := given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
-    elif "model.kind" not in given and MODELS[config.model.kind].weights.generated:
+    elif "model.kind" not in given and MODELS[config.model.kind].weights.continuous:
         config = config.copy_and_resolve_references()
         config.model.kind = "diffeqformer"  # which any base suits
     about, ours = checkpoint.newest_readable(workdir)
@@ -57,16 +57,16 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
 def _suits(kind: str, config: ConfigDict) -> bool:
     """Whether a run of this config may have a model of that kind. A config that names no kind takes any."""
     named = config.model.kind
-    if kind == "discretized" and MODELS[named].weights.generated:
+    if kind == "discretized" and MODELS[named].weights.continuous:
         return True  # the file that trained a model may fine-tune its layers
     layers = named == "discretized" or config.model.lora_rank  # which have no hypernetwork
-    return named in ("diffeqformer", kind) and not (layers and MODELS[kind].weights.generated)
+    return named in ("diffeqformer", kind) and not (layers and MODELS[kind].weights.continuous)
 
 
 def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: bool) -> ConfigDict:
     """The config with a base's `model`, except for what is the run's own. What is `meant` for it must be the base's."""
     config, default = config.copy_and_resolve_references(), base_config("", config.model.kind).model
-    sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
+    sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.continuous
     for field in CONFIG_FIELDS:
         section, _, name = field.name.partition(".")
         if section != "model":
@@ -101,7 +101,7 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
             + f"; materialize --num_steps={steps} first, and take that as the base"
             * (steps in smaller)
         )
-    if weights.generated and not (config.model.training_depths or "model.training_depths" in given):
+    if weights.continuous and not (config.model.training_depths or "model.training_depths" in given):
         known = sorted({*(trained_depths(model) if model.training_depths else ()), steps})
         raise UserError(
             f"config.model.num_steps: must be the base's, {model.num_steps}, but it is {steps}; for layers at other "
@@ -170,7 +170,7 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
             f"config.data.tokenizer: must be the tokenizer of config.base, {base.data.tokenizer}, but it is "
             f"{config.data.tokenizer}"
         )
-    generated, kind = MODELS[base.model.kind].weights.generated, config.model.kind
+    generated, kind = MODELS[base.model.kind].weights.continuous, config.model.kind
     layers = kind == "discretized" or config.model.lora_rank
     if not (_suits(base.model.kind, config) or (layers and generated and _suits("discretized", config))):
         needed = "generated weights" if kind == "discretized" else f"the kind {kind}"
@@ -208,6 +208,6 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     opened = load_base(config, step, mesh)
     if config.model.solver != (theirs := opened.config.model.solver):
         print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
-    if MODELS[config.model.kind].weights.generated:
+    if MODELS[config.model.kind].weights.continuous:
         return split_model(opened.model)[1]
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

@@ -72,7 +72,7 @@ class ShardedLoss:
         self.trains, self.precision, self.teacher = model.trains, model.precision, teacher
         self.param_specs = partition_specs(model)
         self.other_specs = without_depth(self.param_specs)
-        self.generator_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
+        self.generator_specs = layer_specs(model, GENERATOR_ROWS if model.depth.continuous else ROWS)
         self.layer_specs = self.step_specs = layer_specs(model, ROWS)
         if not model.depth.constant:  # a step has no axis of time
             self.step_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.layer_specs)
@@ -170,7 +170,7 @@ class ShardedLoss:
     def microbatch_loss(
         self, stack: Callable, frozen: dict, step_sizes, teacher_state, scale, trained: dict, tokens, keys
     ) -> Float[Array, ""]:
-        """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
+        """One device's part of a microbatch's mean loss. `scale` is 1 / its scored positions on all devices."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
         scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
@@ -192,7 +192,7 @@ class ShardedLoss:
     def model_on_device(self, others: dict) -> Transformer:
         """The whole model without depth weights, from this device's parts of its parameters."""
         others = gather(others, self.other_specs, ("fsdp", "tensor"))
-        return nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})
+        return nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})  # which nothing reads
 
     def context_on_device(self, model: Transformer, keys: Key[Array, "B"] | None) -> Context:
         """What the vector field needs on a device, which may share the work of every token with others."""

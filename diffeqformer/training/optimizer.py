@@ -1,4 +1,4 @@
-"""AdamW as published, or Muon: clipping, weight decay masks, warm-up and cosine decay to a tenth; or a stable rate."""
+"""AdamW as published, or Muon: clipping, weight decay masks, warm-up and cosine decay, or a stable rate."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def decay_mask(model: Transformer, decay: str) -> dict:
         return jax.tree.map(
             lambda axes: sum(axis != "time" for axis in axes) > 1, axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
         )
-    everything = decay == "everything" or (model.depth.generated and model.field.generator_decays)
+    everything = decay == "everything" or (model.depth.continuous and model.field.generator_decays)
     return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
 
 

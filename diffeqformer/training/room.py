@@ -166,7 +166,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     matrix = vocabulary * model.width
     after = sums = {"embeddings' gradient": 4 * matrix * (1 if vector_field(model).tied_head else 2)}
     in_float32 = 4 * gradient // compute
-    if not MODELS[model.kind].weights.generated:  # the loops read what isn't cast beforehand where it lies
+    if not MODELS[model.kind].weights.continuous:  # the loops read what isn't cast beforehand where it lies
         uncast = state["params"] if model.dtype == "float32" else program.frozen(state["params"])
         weights = max(0, weights - size_of(uncast.get("depth", {})))
     largest = 0  # gradient of a P that XLA stores; AdamW's kernels form theirs by tiles

@@ -14,7 +14,6 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, title
-from diffeqformer.data.files import read_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
@@ -48,24 +47,18 @@ ANALYSES = {
 
 
 def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
-    """The ids of the text to analyze. A UserError if it can't be read, is too short, or too long for the model."""
-    if options.text is not None and options.text_file is not None:
-        raise UserError("--text_file: can't be given together with --text; leave one of them out")
-    name, text = "--text", TEXT if options.text is None else options.text
-    if options.text_file is not None:
-        name, text = "--text_file", read_text("--text_file", options.text_file)
-    ids = opened.tokenizer.encode(text)
-    if text is TEXT:
+    """The ids of the text to analyze. A UserError if it is too short, or too long for the model."""
+    ids = opened.tokenizer.encode(TEXT if options.text is None else options.text)
+    if options.text is None:
         ids = ids[: opened.model.max_length]
-    check_text(opened.model, ids, name)
+    check_text(opened.model, ids, "--text")
     return ids
 
 
 def check_used(options: flags.FlagValues) -> None:
     """Reject an option that was given, but that no part of the report reads."""
-    for name in sorted({"text", "text_file"}.union(*(each.options for each in ANALYSES.values()))):
-        of_text = name in ("text", "text_file")
-        parts = [part for part, each in ANALYSES.items() if name in each.options or (of_text and each.reads_text)]
+    for name in sorted({"text"}.union(*(each.options for each in ANALYSES.values()))):
+        parts = [part for part, each in ANALYSES.items() if name in (*each.options, *["text"] * each.reads_text)]
         if options[name].present and not {*parts} & {*options.parts}:
             raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
 
@@ -115,7 +108,6 @@ if __name__ == "__main__":
     command_line.define_step()
     flags.DEFINE_list("parts", list(ANALYSES), "Parts of the report.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
-    flags.DEFINE_string("text_file", None, "A file with that text; -: standard input.")
     bounds = {"lower_bound": 1, "upper_bound": MOST_STEPS}
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.", **bounds)
     flags.DEFINE_integer("times", None, "Times at which spectra are computed; by default the solver's own.", **bounds)

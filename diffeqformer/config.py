@@ -40,6 +40,7 @@ REMOVED = {
     "model.state_dtype": "float32",
     "model.weights_dtype": "float32",
     "model.step_features": 0,  # once a boolean; False is equal to 0
+    "optimizer.beta1": 0.9,
     "optimizer.moment_dtype": "float32",
     "dynamics_every": None,
     "on_damage": None,

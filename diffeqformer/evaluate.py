@@ -28,6 +28,7 @@ from diffeqformer.parallel import hosts
 
 PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
 """What the two perplexities score, by the methods of `Evaluation` that compute them."""
+ROUNDS, ENOUGH = 7, 30.0  # of timing; after so many seconds no further one begins
 
 
 def score_checkpoint(options) -> dict | None:
@@ -103,14 +104,14 @@ def score_text(opened: checkpoint.Checkpoint, options, results: dict, scorers: l
     return results
 
 
-def time_windows(scorers: list[Scorer], window: int, rounds: int = 7, enough: float = 30.0) -> list[float]:
+def time_windows(scorers: list[Scorer], window: int) -> list[float]:
     """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate.
 
-    All scorers have the same batch size. Any ids take the same time. After `enough` seconds no further round begins.
+    All scorers have the same batch size. Any ids take the same time.
     """
     seconds, windows = [[] for _ in scorers], [Stretch([0] * window, 1)] * scorers[0].batch_size
     begun = time.monotonic()
-    while len(seconds[0]) < 2 or (len(seconds[0]) <= rounds and time.monotonic() - begun < enough):
+    while len(seconds[0]) < 2 or (len(seconds[0]) <= ROUNDS and time.monotonic() - begun < ENOUGH):
         for scorer, times in zip(scorers, seconds):
             start = time.monotonic()
             scorer(windows)

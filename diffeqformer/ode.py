@@ -32,6 +32,7 @@ from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, split_model
 
 METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # the solvers compared in `convergence`
+ENTRIES = 4  # of a kernel, whose curves are drawn
 
 
 def trained_times(model: Transformer) -> np.ndarray:
@@ -71,7 +72,7 @@ def _norms(graph, params, features, features_between):
     return rows
 
 
-def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def curves(model: Transformer, points: int = 1000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A few entries of the first layer's kernel over time, minus their means over the trained times.
 
     Returns:
@@ -79,7 +80,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
     """
     name, layer = next((name, layer) for name, layer in model.field.layers().items() if isinstance(layer, Linear))
     rows, columns = (
-        tuple(size * (2 * i + 1) // (2 * entries) for i in range(entries)) for size in (layer.inputs, layer.outputs)
+        tuple(size * (2 * i + 1) // (2 * ENTRIES) for i in range(ENTRIES)) for size in (layer.inputs, layer.outputs)
     )
 
     def entries_at(times):

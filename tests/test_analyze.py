@@ -58,7 +58,7 @@ def opened_model(monkeypatch, kind, field="gpt", **changes):
 
 def options_of(**changes):
     default = {"workdir": "runs/x", "feed_forward": True, "parts": PARTS, "flow": 4, "published_pairing": False}
-    default |= dict.fromkeys(("step", "text", "text_file", "num_steps", "times"))
+    default |= dict.fromkeys(("step", "text", "num_steps", "times"))
     return types.SimpleNamespace(**{**default, **changes})
 
 
@@ -66,7 +66,6 @@ def options_of(**changes):
     "kind, changes, sentence",
     [
         ("diffeqformer", {"text": "x" * 17}, "^--text: must have .* at most 16, .* it has 17$"),
-        ("diffeqformer", {"text": "a", "text_file": "b"}, "^--text_file: .* together"),
         ("diffeqformer", {"parts": ["spectre"]}, "^--parts: .* 'spectre'$"),
         ("gpt", {"times": 12}, "^--times: must be left out"),
         ("gpt", {"published_pairing": True}, "needs generated weights and Euler"),
@@ -102,10 +101,9 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypat
 def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     """A model in bfloat16 is analyzed in fp32 and not modified."""
     opened = opened_model(monkeypatch, "diffeqformer", dtype="bfloat16")
-    (tmp_path / "text.txt").write_text("some text\n")
     changes = {"times": 18, "feed_forward": False, "published_pairing": True, "num_steps": 3}
-    files = {"text_file": str(tmp_path / "text.txt"), "output": str(tmp_path / "out")}
-    spectral, sensitive = analyze.analyze(options_of(**changes, **files, parts=["sensitivity", "spectra"]))
+    changes |= {"text": "some text", "output": str(tmp_path / "out"), "parts": ["sensitivity", "spectra"]}
+    spectral, sensitive = analyze.analyze(options_of(**changes))
     assert {*spectral.numbers} == {"times", "QK", "OV"} and opened.model.dtype == jnp.bfloat16
     model = opened.model.replace(dtype=jnp.dtype(jnp.float32))
     expected = spectra(model, model.grid(6).ends, feed_forward=False)["OV"].singular_values  # at every third time

@@ -19,6 +19,7 @@ from diffeqformer.transformer import Transformer, merge_trees, parameter_metadat
 
 MATRICES = ("kernel", "projection", "constant")
 """The parameters of depth weights that Muon updates: kernels, and a generator's P, as E matrices, and B."""
+BETA1 = 0.9  # the decay of Adam's first moment, per step
 MOMENTUM = 0.95
 UPDATE_RMS = 0.2
 
@@ -152,7 +153,7 @@ def make_optimizer(
     schedule = learning_rate_schedule(config)
     optimizer = optax.adamw(
         schedule,
-        b1=config.optimizer.beta1,
+        b1=BETA1,
         b2=config.optimizer.beta2,
         eps=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
@@ -223,13 +224,13 @@ class Optimizer:
     def _update_fused(self, gradient: dict, clip: Array, adam: optax.ScaleByAdamState, params: dict) -> list[dict]:
         """The parameters and moments that the kernels update."""
         config, count = self.config, adam.count + 1
-        scalars = [clip, self.schedule(adam.count), 1 - config.beta1**count, 1 - config.beta2**count]
+        scalars = [clip, self.schedule(adam.count), 1 - BETA1**count, 1 - config.beta2**count]
         scalars = jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars])
         gradient, *state = map(traverse_util.flatten_dict, (gradient, params, adam.mu, adam.nu))
         found: list[dict] = [{}, {}, {}]
         for path, name in self.fused.items():
             decay = config.weight_decay if self.decays[path] else 0.0
-            constants = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon, "weight_decay": decay}
+            constants = {"b1": BETA1, "b2": config.beta2, "eps": config.epsilon, "weight_decay": decay}
             new = self.projections.update(
                 name, gradient[path], [leaves[path] for leaves in state], scalars, **constants
             )

@@ -199,6 +199,11 @@ def test_a_wrong_value_is_left_to_the_check_of_all_fields():
         check_used(["main.py", "--noconfig.model.norm_of_norm"], toy_config("diffeqformer", "llama", **wrong))
 
 
+@pytest.mark.parametrize("changes", [{"model__generate_chunk": 2, "model__remat": "step"}, {"kernels": "pallas"}])
+def test_chunks_or_pallas_kernels_may_be_chosen(changes):
+    check_config(toy_config(**changes), num_devices=1)
+
+
 def test_right_overrides_pass():
     options = "--config=a.py:gpt --config.steps=3 --config.model.norm_of_norm=false --config.data.dir=a=b"
     apart = "--config.steps 4 --config.model.norm_of_norm --config config.py"  # a file

@@ -193,8 +193,8 @@ def test_what_the_tokenizer_loses_is_counted_and_shown(lossy_file, tmp_path):
     params = split_model(lively_model("diffeqformer", vocab_size=tokenizer.vocab_size))[1]
     named = {"tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
     save_params(tmp_path / "run", config, {3: params}, **named, data_sha256=about["splits"]["train"]["sha256"])
-    for changes in ({"files": f"{tmp_path}/a.jsonl"}, {"perplexity": "paper"}):
-        results = score(tmp_path / "run", window=8, **changes)
+    for changes in ({"files": f"{tmp_path}/a.jsonl", "window": 2}, {"perplexity": "paper", "window": 8}):
+        results = score(tmp_path / "run", **changes)
         assert (results["unknown_tokens"], results["altered_documents"]) == (1, 2)
         assert "loses text: 1 unknown id and 2 documents" in table(results)
         [row] = results["rows"]

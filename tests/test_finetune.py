@@ -213,7 +213,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_
         with pytest.raises(UserError, match="frozen: these frozen weights belong to another run"):
             checkpoint.load(tmp_path / "parts")
         shutil.rmtree(tmp_path / "parts" / "frozen")
-        with pytest.raises(UserError, match="frozen: frozen weights of this run are missing"):
+        with pytest.raises(UserError, match="parts/frozen: frozen weights of this run are missing"):
             checkpoint.load(tmp_path / "parts")
 
 

@@ -1,4 +1,4 @@
-"""What happens at each train step: dispatch, logs, a stop, traces, validation and saves."""
+"""What happens around each train step: logs, a stop, traces, validation and saves."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ def by_depth(results: dict[str, float], num_steps: int) -> np.ndarray:
 
 
 class Hooks:
-    """What happens at each train step of a run, from step `first` on, until a notice to stop."""
+    """What happens around each train step of a run, from step `first` on, until a notice to stop."""
 
     def __init__(self, run: Run, first: int, notice: hosts.Notice):
         config = run.config
@@ -57,24 +57,19 @@ class Hooks:
         self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
         self.compiled, self.pending = set(), collections.deque()
 
-    def train_step(self, number: int, state: dict) -> dict:
-        """Dispatch a step of training, counted from 1, and return the state after it. `state` is donated."""
-        run = self.run
+    def before_step(self, number: int, state: dict, num_steps: int) -> None:
+        """Begin a trace that is due at a step, counted from 1, and the time of a compilation."""
         self.progress.pause(self.tracer.before(number, state))
-        num_steps, batch = run.num_steps(number), run.batch(number)
-        if new := num_steps not in self.compiled:
+        if num_steps not in self.compiled:
             self.clock.lap("steps")
-        with jax.profiler.StepTraceAnnotation("train", step_num=number):
-            state, scalars = run.program.train_step(state, batch, num_steps, *run.teacher_state)
-        if new:
+
+    def after_step(self, number: int, state: dict, scalars: dict, num_steps: int) -> bool:
+        """Log, trace, validate and save after a step was dispatched, and return whether the run was told to stop."""
+        config = self.run.config
+        if num_steps not in self.compiled:
             self.compiled.add(num_steps)
             self.progress.compiled(self.clock.lap("compilation"))
         self.pending.append((number, self.seconds_at_peak[num_steps], scalars))
-        return state
-
-    def after_step(self, number: int, state: dict) -> bool:
-        """Log, trace, validate and save after a step was dispatched, and return whether the run was told to stop."""
-        config = self.run.config
         first, last = number == self.progress.first_step + 1, number == config.steps
         validates = last or number % config.eval_every == 0
         saves = last or number % config.checkpoint_every == 0 or number == decay_start(config)

@@ -193,7 +193,7 @@ class Optimizer:
         self.rest = make_optimizer(config, self._rest(decays), clips=False, places=places)
 
     def _rest(self, tree: dict) -> dict:
-        """The part of a tree of parameters that optax updates. The kernels update the others."""
+        """The part of a tree of parameters that optax updates, by `rest`. The kernels update the others."""
         return select(tree, lambda path: path not in self.fused)
 
     @at_its_precision

@@ -57,6 +57,7 @@ class Program:
     depths: the numbers of steps of depth in training, with their shares of the train steps
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
+    loss, optimizer: what a train step differentiates, and what updates the parameters
     state_shapes: shapes, types and shardings of the state
     teacher_shapes: those of a teacher's state, if there is a teacher
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None

@@ -6,7 +6,7 @@
 Each row trains the same model on the same batches: in all its layers (the control), in fewer, or in several numbers of
 layers by turns; "distilled", with the model before training as the teacher; "fitted" or "learned", from layers that
 `diffeqformer leave_out` fitted to the training text first, without epochs or with them; "taught", from the learned
-ones, with the trained control as the teacher. That command finds the layers, too. The text is `python_packages`; each
+ones, with the trained control as the teacher. `leave_out` finds the layers, too. The text is `python_packages`; each
 row is scored on files of other packages before, halfway and after, and on WikiText-103.
 """
 
@@ -39,7 +39,7 @@ WIKITEXT = flags.DEFINE_string("wikitext", "", "wiki.valid.tokens of WikiText-10
 LEFT_OUT = flags.DEFINE_list("left_out", [], "Layers that are left out, in this order.")
 ROWS = flags.DEFINE_multi_string(
     "row",
-    ["30", "24", "24 fitted", "24 learned", "24 taught", "15,24,30 distilled"],
+    ["30", "24", "24 fitted", "24 learned", "15,24,30 distilled"],
     "The numbers of layers in which a model is trained.",
 )
 STEPS = flags.DEFINE_integer("steps", 300, "Steps of training, of 1,024 tokens each.", lower_bound=1)
@@ -49,7 +49,7 @@ define_flags("any_depth", at_once=2)
 
 FROM = {"fitted": "fitted", "learned": "learned", "taught": "learned"}
 """The model of fewer layers that a kind of rows begins with; by default the pretrained one."""
-TEACHER_WEIGHT = 4
+TEACHER_WEIGHT = 4  # of the trained control: it knows more of the text than the model before training
 BYTES = {"train": 2_000_000, "validation": 60_000}
 TEXTS = {"python by depth": "Python files of other packages", "wikitext": "WikiText-103"}
 
@@ -99,6 +99,8 @@ def work(text: list[str], folder: pathlib.Path, row: str, cores: list[int] | Non
     options += ["--config.teacher_weight=1"] * kind.endswith("distilled")
     if kind.endswith("taught"):
         control = folder_of(f"{load_config(folder_of('pretrained')).model.num_steps}, {STEPS.value} steps, seed {seed}")
+        if STEPS.value not in steps_of(checkpoints_of(control)):
+            sys.exit(f"{row}: needs the control's run first, in {control}")
         options += [f"--config.teacher={control}", f"--config.teacher_weight={TEACHER_WEIGHT}"]
     options += ["--config.data.tokenizer=huggingface", f"--config.data.tokenizer_file={tokenizer}"]
     options += ["--config.sequence_length=512", "--config.batch_size=2", "--config.model.remat=none"]

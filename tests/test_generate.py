@@ -97,7 +97,7 @@ def test_all_files_of_text_are_read_alike(tmp_path, monkeypatch):
         (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         paths = f"{tmp_path}/a.txt", f"{tmp_path}/a.txt.gz", "-"
-        assert [read_text("--text_file", path) for path in paths] == [text] * 3
+        assert [read_text("--prompt_file", path) for path in paths] == [text] * 3
 
 
 @pytest.mark.parametrize(

@@ -170,17 +170,17 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
             f"config.data.tokenizer: must be the tokenizer of config.base, {base.data.tokenizer}, but it is "
             f"{config.data.tokenizer}"
         )
-    generated, kind = MODELS[base.model.kind].weights.continuous, config.model.kind
+    continuous, kind = MODELS[base.model.kind].weights.continuous, config.model.kind
     layers = kind == "discretized" or config.model.lora_rank
-    if not (_suits(base.model.kind, config) or (layers and generated and _suits("discretized", config))):
-        needed = "generated weights" if kind == "discretized" else f"the kind {kind}"
+    if not (_suits(base.model.kind, config) or (layers and continuous and _suits("discretized", config))):
+        needed = "weights that are functions of time" if kind == "discretized" else f"the kind {kind}"
         raise UserError(
             f"config.base: must be the folder of a model of {needed}, but {config.base} has a model of the kind "
             f"{base.model.kind}"
         )
-    if generated and not layers:
+    if continuous and not layers:
         return base.model
-    return discretized_config(base, config.model.num_steps if generated else base.model.num_steps, "float32").model
+    return discretized_config(base, config.model.num_steps if continuous else base.model.num_steps, "float32").model
 
 
 def base_of(config: ConfigDict, about: checkpoint.About, field: str = "base") -> dict:

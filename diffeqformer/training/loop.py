@@ -191,9 +191,9 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
         hooks.show_validation(first, state["params"])
     with hooks.tracer:
         for number in range(first + 1, run.config.steps + 1):
-            num_steps = run.num_steps(number)
-            hooks.before_step(number, state, num_steps)
-            batch = run.batch(number)
+            hooks.begin_trace(number, state)
+            num_steps, batch = run.num_steps(number), run.batch(number)
+            hooks.before_step(num_steps)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, scalars = run.program.train_step(state, batch, num_steps, *run.teacher_state)
             if hooks.after_step(number, state, scalars, num_steps):

@@ -105,11 +105,8 @@ def score_text(opened: checkpoint.Checkpoint, options, results: dict, scorers: l
 
 
 def time_windows(scorers: list[Scorer], window: int) -> list[float]:
-    """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate.
-
-    All scorers have the same batch size. Any ids take the same time.
-    """
-    seconds, windows = [[] for _ in scorers], [Stretch([0] * window, 1)] * scorers[0].batch_size
+    """Milliseconds that scorers of one batch size take for a window of a full batch: medians of alternating rounds."""
+    seconds, windows = [[] for _ in scorers], [Stretch([0] * window, 1)] * scorers[0].batch_size  # any ids
     begun = time.monotonic()
     while len(seconds[0]) < 2 or (len(seconds[0]) <= ROUNDS and time.monotonic() - begun < ENOUGH):
         for scorer, times in zip(scorers, seconds):

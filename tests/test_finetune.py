@@ -223,7 +223,7 @@ REFUSED = (
     ("ours@best", {}, "base, after its @: no checkpoint in .*ours was saved with a validation; give 3"),
     ("ours", {"model__width": 64}, "model.width: must be the base's, 32, but it is 64; leave it out"),
     ("ours", {"model__kind": "gpt"}, "base: must be the folder of a model of the kind gpt, but .* diffeqformer"),
-    ("gpt", {"model__kind": "discretized"}, "base: must be the folder of a model of weights that are functions of time, but .* gpt"),
+    ("gpt", {"model__kind": "discretized"}, "base: must be the folder of .* weights that are functions of time"),
     ("ours", {"data__tokenizer": "gpt2"}, "data.tokenizer: must be the tokenizer of config.base, bytes, but .* gpt2"),
     ("ours", {"model__num_steps": 0}, "model.num_steps: must be at least 1 and at most 65,536, but it is 0"),
     ("ours", {"model__lora_rank": 33}, "model.lora_rank: must not exceed .*, 32 in qkv, but it is 33"),

@@ -9,7 +9,8 @@ import os
 import pathlib
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import IO
 
 from ml_collections import ConfigDict
 
@@ -90,15 +91,22 @@ def _new_folder(parent: pathlib.Path) -> pathlib.Path:
             return folder
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write a file that is whole or absent, also after a power cut. In JSON, names of any bytes can be read back."""
+@contextlib.contextmanager
+def whole_file(path: pathlib.Path, mode: str = "x", **options) -> Iterator[IO]:
+    """A file to write into that is whole or absent at `path`, also after a power cut; an error leaves a partial one."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # never through a link
-        file.write(text)
+    with open(partial, mode, **options) as file:  # never through a link
+        yield file
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Write a text into a `whole_file`. In JSON, names of any bytes can be read back."""
+    with whole_file(path, encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

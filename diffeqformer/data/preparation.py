@@ -246,7 +246,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     read_about(partial)
     partial.rename(folder)
     for path in folder.iterdir():  # only now: after an earlier kill, every record is still there
-        if path.name == "plan.json" or path.name.endswith(".bin.json"):
+        if path.name == "plan.json" or path.name.endswith(".bin.json") or ".partial-" in path.name:
             path.unlink()
     for split, entry in about["splits"].items():
         empty = sum(shard["empty"] for shard in entry["shards"])

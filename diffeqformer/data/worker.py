@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from diffeqformer.console.results import write_whole
+from diffeqformer.console.results import whole_file, write_whole
 from diffeqformer.data.files import Layout
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_corpus
@@ -49,8 +49,7 @@ def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, i
     name = f"{split}-{index:05d}.bin"
     digest, told, dtype = hashlib.sha256(), time.monotonic(), token_type(tokenizer.vocab_size)
     sums = collections.Counter(dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0))
-    partial = folder / f"{name}.partial"
-    with open(partial, "wb") as file:
+    with whole_file(folder / name, "xb") as file:
         for text in texts.documents(split, index, count):
             if not text.strip():
                 sums["empty"] += 1
@@ -64,9 +63,6 @@ def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, i
             if time.monotonic() - told > 0.5:
                 told = time.monotonic()
                 answer(split=split, shard=index, done=False, **sums)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / name)
     write_whole(folder / f"{name}.json", json.dumps({"file": name, **sums, "sha256": digest.hexdigest()}))
     answer(split=split, shard=index, done=True, **sums)
 

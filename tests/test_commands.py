@@ -88,3 +88,21 @@ def test_an_output(output, status, sentence, run):
     line = f"set -o pipefail; {line} {output}"
     done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr
+
+
+def test_an_interrupt_within_a_callback_comes_again():
+    code = """
+import sys, time
+from diffeqformer.console import command_line
+class Deleted:
+    def __del__(self):
+        raise KeyboardInterrupt
+sys.unraisablehook = command_line.report_unraisable
+Deleted()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")

@@ -3,7 +3,9 @@
 import functools
 import pathlib
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
 from absl import app, flags, logging
@@ -104,9 +106,14 @@ def help_text() -> str:
     return f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{options}"
 
 
-def _but_for_late_news(unraisable) -> None:
-    """Report errors that nothing could catch, except TensorStore's about writes that end after a failed save."""
-    if str(unraisable.exc_value) != "Event loop is closed":
+def report_unraisable(unraisable) -> None:
+    """Report errors that nothing could catch, except TensorStore's about writes that end after a failed save.
+
+    A Ctrl-C that came within a callback, such as one of the garbage collector, which can't pass it on, comes again.
+    """
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    elif str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 
@@ -137,7 +144,7 @@ def _parse_or_exit(line: list[str], check, explain, positional: bool) -> list[st
 def _run_or_leave(line: list[str], command: Callable[..., None], interrupted: str, verbosity: int) -> None:
     """Run the command after its flags were parsed; see `run`."""
     logging.set_verbosity(verbosity)
-    sys.unraisablehook = _but_for_late_news
+    sys.unraisablehook = report_unraisable
     try:
         command(*line[1:])
         sys.stdout.flush()

@@ -92,8 +92,9 @@ def test_an_output(output, status, sentence, run):
 
 def test_an_interrupt_within_a_callback_comes_again():
     code = """
-import sys, time
+import signal, sys, time
 from diffeqformer.console import command_line
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 class Deleted:
     def __del__(self):
         raise KeyboardInterrupt

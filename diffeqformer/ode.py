@@ -32,7 +32,6 @@ from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, split_model
 
 METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # the solvers compared in `convergence`
-ENTRIES = 4  # of a kernel, whose curves are drawn
 
 
 def trained_times(model: Transformer) -> np.ndarray:
@@ -79,9 +78,7 @@ def curves(model: Transformer, points: int = 1000) -> tuple[np.ndarray, np.ndarr
         times [points], the entries there [points, entries], and at `trained_times`.
     """
     name, layer = next((name, layer) for name, layer in model.field.layers().items() if isinstance(layer, Linear))
-    rows, columns = (
-        tuple(size * (2 * i + 1) // (2 * ENTRIES) for i in range(ENTRIES)) for size in (layer.inputs, layer.outputs)
-    )
+    rows, columns = (tuple(size * part // 8 for part in (1, 3, 5, 7)) for size in (layer.inputs, layer.outputs))
 
     def entries_at(times):
         return np.asarray(_entries(*split_model(model), model.depth.features(times), name, rows, columns))

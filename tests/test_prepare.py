@@ -127,16 +127,19 @@ def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path
         preparation.finish(small_store, tmp_path / "whole", about)
     assert not (tmp_path / "whole").exists()
     monkeypatch.undo()
-    data = (small_store / "train-00002.bin").read_bytes()
-    (small_store / "train-00002.bin").write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    data = bytearray((small_store / "train-00002.bin").read_bytes())
+    data[10] ^= 1
+    (small_store / "train-00002.bin").write_bytes(data)
     with pytest.raises(UserError, match="its content isn't what was written"):
         preparation.finish(small_store, tmp_path / "whole", about)
     assert not (tmp_path / "whole").exists()
-    (small_store / "train-00002.bin").write_bytes(data)
-    (small_store / "train-00002.bin.partial-1").touch()  # of a process that was killed
-    about["splits"] = {name: {**split, "unknown": 0, "altered": 0} for name, split in about["splits"].items()}
-    preparation.finish(small_store, tmp_path / "whole", about)
-    assert {path.suffix for path in (tmp_path / "whole").iterdir()} == {".bin", ".json"}
+
+
+def test_what_a_killed_worker_left_is_removed_before_the_next_begins(tmp_path, monkeypatch):
+    (left := tmp_path / "python_stdlib-bytes.partial" / "train-00000.bin.partial-1").parent.mkdir()
+    left.touch()
+    monkeypatch.setattr(preparation, "_prepare", lambda *_: left.exists() and pytest.fail("it is still there"))
+    preparation.prepare(toy_config(data__dir=str(tmp_path)).data, TOKENIZER)
 
 
 def test_a_worker_that_is_killed_is_said_and_holds_the_lock(tmp_path):

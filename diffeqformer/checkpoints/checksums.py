@@ -4,7 +4,7 @@ The bits of each element are mixed with its position, and the results are added 
 hosts can be added in any order, and restoring on another mesh costs nothing more. The mixing is one-to-one (it is the
 end of MurmurHash3), so a change to any one element changes the sum. Two such sums make 64 bits, which catch other
 damage but for one case in 2^64. They don't protect against somebody who wants to deceive: see docs/security.md.
-(Zarr's own codec crc32c can't take their place: in Orbax's arrays only the index of chunks can have it.)
+(Zarr's crc32c can't take their place: in Orbax's arrays only the index of chunks can have it.)
 """
 
 import functools

@@ -92,14 +92,20 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
         if folder.exists():
             return
         workers = []
+        remove_unfinished(partial)
         try:
             _prepare(data, tokenizer, files, partial, lock, workers)
         finally:
             for worker in workers:
                 worker.process.terminate()
                 worker.process.wait()
-            for path in partial.glob("*.partial*"):  # of processes that were stopped; frees space on a full disk
-                path.unlink()
+            remove_unfinished(partial)
+
+
+def remove_unfinished(folder: pathlib.Path) -> None:
+    """Remove what processes that were stopped have left, which takes space on a full disk."""
+    for path in folder.glob("*.partial*"):
+        path.unlink()
 
 
 def _prepare(
@@ -246,7 +252,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     read_about(partial)
     partial.rename(folder)
     for path in folder.iterdir():  # only now: after an earlier kill, every record is still there
-        if path.name == "plan.json" or path.name.endswith(".bin.json") or ".partial-" in path.name:
+        if path.name == "plan.json" or path.name.endswith(".bin.json"):
             path.unlink()
     for split, entry in about["splits"].items():
         empty = sum(shard["empty"] for shard in entry["shards"])

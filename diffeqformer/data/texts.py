@@ -35,7 +35,7 @@ class FileTexts:
 
     splits: the names of the splits.
     origin: a description for readers; written into the token store.
-    tokenizer: the kind of its SeqIO task's; gpt2 or bytes.
+    tokenizer: the kind that its SeqIO task has; gpt2 or bytes.
     cut: what makes documents of the lines of a plain-text file; None: a separator of the layout cuts it, if any.
     layout: how documents lie in the files.
     found: JSON that says what `fetch` has found, the "files" of each split. Another process can take it from here.

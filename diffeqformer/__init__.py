@@ -9,8 +9,15 @@
 """
 
 import os
+import signal
+import sys
 
 __version__ = "0.1.0"
+
+if os.path.basename("".join(sys.argv[:1])) in ("-m", "diffeqformer"):
+    # A command. Ctrl-C ends its imports like other signals, without a traceback. Then `command_line` heeds it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # read gs:// through gcsfs, as for token stores: importing TensorFlow takes seconds
 os.environ.setdefault("EPATH_USE_TF", "false")

@@ -91,6 +91,24 @@ def test_an_output(output, status, sentence, run):
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr
 
 
+HEEDING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+"""Starts a program that Ctrl-C ends, which jobs in the background ignore."""
+
+
+@pytest.mark.parametrize("line", ["-m diffeqformer.main", "-m diffeqformer inspect", "diffeqformer inspect"])
+def test_an_interrupt_of_imports_says_nothing(line, tmp_path):
+    (tmp_path / "jax.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    (tmp_path / "diffeqformer").write_text("from diffeqformer.__main__ import main; main()")  # as pip writes it
+    done = subprocess.run(
+        [sys.executable, "-c", HEEDING, sys.executable, *line.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_an_interrupt_within_a_callback_comes_again():
     code = """
 import signal, sys, time

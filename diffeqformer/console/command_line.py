@@ -146,6 +146,8 @@ def _run_or_leave(line: list[str], command: Callable[..., None], interrupted: st
     logging.set_verbosity(verbosity)
     sys.unraisablehook = report_unraisable
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see diffeqformer/__init__.py
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         command(*line[1:])
         sys.stdout.flush()
     except UserError as error:

@@ -14,7 +14,7 @@ from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.mesh import check_mesh
-from diffeqformer.rules import OF_HEADS, RULES, UNUSED, Rule
+from diffeqformer.rules import OF_HEADS, RULES, Rule
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
@@ -245,9 +245,9 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
     if config.model.kind not in MODELS or config.model.field not in FIELDS:
         return  # `check_config` refuses it
     given = given_fields(arguments)
-    for fields, condition, why in UNUSED:
-        if (useless := given.intersection(fields)) and condition(config):
-            raise UserError(f"config.{min(useless)}: must be left out, because {why.format(c=config)}")
+    for name, unused in ((field.name, unused) for field in CONFIG_FIELDS for unused in field.unused):
+        if name in given and unused.holds(config, name):
+            raise UserError(f"config.{name}: must be left out, because {unused.why.format(c=config)}")
 
 
 def place(path: str) -> str:

@@ -4,10 +4,13 @@ What several fields must satisfy together is in `diffeqformer.rules`.
 """
 
 import contextlib
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
+
+from ml_collections import ConfigDict
 
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.depth.depths import MOST_STEPS, left_out_layers, shares_of_depths
@@ -94,6 +97,52 @@ LOCAL = Values(
 )
 
 
+class Unused(NamedTuple):
+    """A case in which a run doesn't use a field, so that a command line may not set it. A file may, for other models.
+
+    holds: (config, name of the field) -> whether it is the case.
+    why: may hold {}-fields, filled from the config `c`.
+    """
+
+    holds: Callable[[ConfigDict, str], Any]
+    why: str
+
+
+def block_lacks(config: ConfigDict, name: str) -> bool:
+    """Whether the block of a config, which is not a base's, doesn't read a field of the model."""
+    block = FIELDS[config.model.field]
+    read = {*block.settings, *(field.name for field in dataclasses.fields(block))}
+    return not config.base and name.removeprefix("model.") not in read
+
+
+def is_made(config: ConfigDict, what: str) -> bool:
+    """Whether the config's depth weights have a property, or may have: a base decides."""
+    return bool(config.base) or getattr(MODELS[config.model.kind].weights, what)
+
+
+ADAPTS = Unused(
+    lambda c, _: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
+    "layers and adapters generate no weights",
+)
+NO_KERNELS = Unused(lambda c, _: not is_made(c, "generates_kernels"), "model.kind {c.model.kind} generates no kernels")
+NO_HYPERNETWORK = Unused(lambda c, _: not is_made(c, "continuous"), "model.kind {c.model.kind} has no hypernetwork")
+NO_SINES = Unused(lambda c, _: not is_made(c, "sinusoidal"), "model.kind {c.model.kind} reads no sines of the time")
+NO_SUCH_NORM = Unused(
+    lambda c, name: block_lacks(c, name) or (not c.base and MODELS[c.model.kind].vanilla),
+    "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
+)
+NOT_READ = Unused(block_lacks, "the block of model.field {c.model.field} doesn't read it")
+NO_ADAPTERS = Unused(lambda c, _: not c.model.lora_rank, "lora_rank is 0")
+NOT_BINOMIAL = Unused(lambda c, _: c.model.remat != "binomial", "model.remat is {c.model.remat}")
+NO_DECAY = Unused(lambda c, _: not c.optimizer.weight_decay, "optimizer.weight_decay is 0")
+IS_WSD = Unused(lambda c, _: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps")
+NOT_WSD = Unused(
+    lambda c, _: c.optimizer.schedule != "wsd",
+    "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well",
+)
+NO_FILES = Unused(lambda c, _: not c.data.train_files, "this text doesn't come from files")
+
+
 class ConfigField(NamedTuple):
     """One field.
 
@@ -106,6 +155,7 @@ class ConfigField(NamedTuple):
         of the schedule wsd, and may change while that hasn't begun; nothing: nothing.
     base: where a run from a base takes it, if it is a field of the model. base: from there; run: from its own config;
         either: from its own config if that sets it.
+    unused: the cases in which it isn't used.
     """
 
     name: str
@@ -114,6 +164,7 @@ class ConfigField(NamedTuple):
     help: str
     change: Literal["nothing", "decay", "resuming", "host"] = "nothing"
     base: Literal["base", "run", "either"] = "base"
+    unused: tuple[Unused, ...] = ()
 
 
 # fmt: off
@@ -133,7 +184,8 @@ CONFIG_FIELDS = [
     ConfigField("steps", 20_000, at_least(1), "optimizer steps", change="decay"),
     ConfigField("batch_size", 512, at_least(1), "sequences in one step, over all devices"),
     ConfigField("kernels", "auto", one_of(KERNELS),
-        "what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)", change="resuming"),
+        "what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)", change="resuming",
+        unused=(ADAPTS, NO_KERNELS)),
     ConfigField("microbatches", 1, NOT_NEGATIVE,
         "parts of the batch, processed one after the other to save memory for activations; 0: the fewest that fit the "
         "devices", change="resuming"),
@@ -145,26 +197,26 @@ CONFIG_FIELDS = [
     ConfigField("model.field", "gpt", one_of(FIELDS), "the type of block: gpt, llama or neox"),
     ConfigField("model.norm_of_norm", True, None,
         "The second norm reads the first one's output, as published. Applies to a llama field, except in the kind "
-        "llama."),
+        "llama.", unused=(NO_SUCH_NORM,)),
     ConfigField("model.width", 768, at_least(1), "D, width of the residual stream"),
     ConfigField("model.heads", 12, at_least(1), "attention heads; must divide the width, unless head_width is given"),
     ConfigField("model.head_width", 0, NOT_NEGATIVE, "K, width of a head; 0: width / heads"),
     ConfigField("model.key_value_heads", 0, NOT_NEGATIVE,
-        "of a llama field: keys and values, each shared by as many heads; 0: heads"),
+        "of a llama field: keys and values, each shared by as many heads; 0: heads", unused=(NOT_READ,)),
     ConfigField("model.mlp", 3072, at_least(1), "F, width of the feed-forward's hidden layer"),
     ConfigField("model.biases", "none", one_of(BIASES),
-        "linear layers of a llama field that have a bias: none, qkv, attention or all"),
+        "linear layers of a llama field that have a bias: none, qkv, attention or all", unused=(NOT_READ,)),
     ConfigField("model.norm_epsilon", 0.0, NOT_NEGATIVE,
         "of all norms; 0: 1e-5, but 1e-6 within a llama field, except in the kind llama"),
     ConfigField("model.tied_head", False, None,
-        "logits come from the token embedding in a llama or neox field, too, as in a gpt"),
+        "logits come from the token embedding in a llama or neox field, too, as in a gpt", unused=(NOT_READ,)),
     ConfigField("model.rope_theta", 10_000.0, POSITIVE,
-        "of a llama or neox field: pair k of R / 2 turns by theta^(-2 k / R) per position"),
+        "of a llama or neox field: pair k of R / 2 turns by theta^(-2 k / R) per position", unused=(NOT_READ,)),
     ConfigField("model.rope_scaling", "", SCALING,
         "Slower rotations as in Llama 3: factor, low_freq_factor, high_freq_factor and "
-        "original_max_position_embeddings, such as 8,1,4,8192; empty: none."),
+        "original_max_position_embeddings, such as 8,1,4,8192; empty: none.", unused=(NOT_READ,)),
     ConfigField("model.rotary_fraction", 0.25, Values(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-        "part of a head that positions rotate in a neox field; a llama's is 1"),
+        "part of a head that positions rotate in a neox field; a llama's is 1", unused=(NOT_READ,)),
     ConfigField("model.num_steps", 12, NUM_STEPS,
         "solver steps, or layers; the parameters of a diffeqformer don't grow with it"),
     ConfigField("model.solver", "euler", one_of(SOLVERS),
@@ -179,9 +231,12 @@ CONFIG_FIELDS = [
     ConfigField("model.max_length", 1024, at_least(1),
         "tokens of the longest text; a gpt field learns as many positions"),
     ConfigField("model.time_embed_dim", 20, at_least(1),
-        "E, the paper's d_emb: parameters grow as E + 1 times one block. Of interpolated weights: their knots."),
-    ConfigField("model.sinusoidal_dim", 128, at_least(1), "number of frequencies of the time features"),
-    ConfigField("model.time_frequency", 1000.0, POSITIVE, "c: radians of the fastest feature over the whole depth"),
+        "E, the paper's d_emb: parameters grow as E + 1 times one block. Of interpolated weights: their knots.",
+        unused=(NO_HYPERNETWORK,)),
+    ConfigField("model.sinusoidal_dim", 128, at_least(1), "number of frequencies of the time features",
+        unused=(NO_SINES,)),
+    ConfigField("model.time_frequency", 1000.0, POSITIVE, "c: radians of the fastest feature over the whole depth",
+        unused=(NO_SINES,)),
     ConfigField("model.training_times", "fixed", one_of(TRAINING_TIMES),
         "Times at which weights are trained: fixed or shifted (see diffeqformer.depth.grid, docs/ode.md).",
         base="either"),
@@ -193,17 +248,20 @@ CONFIG_FIELDS = [
         "28 steps leave out 16 and 17. Empty: there is one number of steps (see diffeqformer.leave_out).",
         base="either"),
     ConfigField("model.generator_start", "published", one_of(GENERATOR_STARTS),
-        "Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated)."),
+        "Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated).",
+        unused=(NO_KERNELS,)),
     ConfigField("model.base_width", 0, NOT_NEGATIVE,
         "The width for which the learning rate is meant: kernels and logits are scaled by base_width / width; 0: by "
         "1."),
     ConfigField("model.lora_rank", 0, NOT_NEGATIVE,
         "rank of adapters to frozen weights per layer; 0: no adapters, everything is trained", base="run"),
-    ConfigField("model.lora_alpha", 8.0, POSITIVE, "adapters are scaled by alpha / rank", base="run"),
+    ConfigField("model.lora_alpha", 8.0, POSITIVE, "adapters are scaled by alpha / rank", base="run",
+        unused=(NO_ADAPTERS,)),
     ConfigField("model.lora_layers", ".*", None, "a regular expression: the linear layers that get adapters",
-        base="run"),
+        base="run", unused=(NO_ADAPTERS,)),
     ConfigField("model.lora_start", "zero", one_of(ADAPTER_STARTS),
-        "initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)", base="run"),
+        "initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)", base="run",
+        unused=(NO_ADAPTERS,)),
     ConfigField("model.dropout", 0.1, BELOW_ONE, "on the embedding and on each branch's output", base="run"),
     ConfigField("model.dtype", "bfloat16",
         Values(lambda v: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
@@ -216,7 +274,7 @@ CONFIG_FIELDS = [
         "solver, such as reversible_euler.", change="resuming", base="run"),
     ConfigField("model.snapshots", 8, at_least(1),
         "States between steps that are stored with the remat binomial, the first among them; with chunks, between "
-        "these.", change="resuming", base="run"),
+        "these.", change="resuming", base="run", unused=(NOT_BINOMIAL,)),
     ConfigField("model.generate_chunk", 0, NOT_NEGATIVE,
         "Training generates the weights of at most so many steps at a time, of the largest number that divides the "
         "steps; 0: of all. Saves memory in many steps, with the remat step, binomial or reversible; see "
@@ -228,7 +286,8 @@ CONFIG_FIELDS = [
     ConfigField("optimizer.learning_rate", 6e-4, POSITIVE, "peak rate, after the warm-up", change="decay"),
     ConfigField("optimizer.weight_decay", 0.1, NOT_NEGATIVE, "decoupled"),
     ConfigField("optimizer.decay", "as_published", one_of(("as_published", "everything", "matrices")),
-        "What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask)."),
+        "What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask).",
+        unused=(NO_DECAY,)),
     ConfigField("optimizer.beta2", 0.999, BELOW_ONE, "decay of Adam's second moment, per step"),
     ConfigField("optimizer.epsilon", 1e-8, POSITIVE, "added to the second moment's root"),
     ConfigField("optimizer.clip_norm", 1.0, NOT_NEGATIVE,
@@ -236,10 +295,11 @@ CONFIG_FIELDS = [
     ConfigField("optimizer.schedule", "cosine", one_of(("cosine", "wsd")),
         "After the warm-up, which is linear from 0: cosine, or wsd: stable, then a linear decay. A run with wsd can be "
         "given more steps, and goes on from before its decay."),
-    ConfigField("optimizer.warmup_fraction", 0.01, FRACTION, "the warm-up of cosine, as a part of the steps"),
-    ConfigField("optimizer.warmup_steps", 200, NOT_NEGATIVE, "the warm-up of wsd, in steps"),
+    ConfigField("optimizer.warmup_fraction", 0.01, FRACTION, "the warm-up of cosine, as a part of the steps",
+        unused=(IS_WSD,)),
+    ConfigField("optimizer.warmup_steps", 200, NOT_NEGATIVE, "the warm-up of wsd, in steps", unused=(NOT_WSD,)),
     ConfigField("optimizer.decay_fraction", 0.2, FRACTION, "the decay of wsd, as a part of the steps, at their end",
-        change="decay"),
+        change="decay", unused=(NOT_WSD,)),
     ConfigField("optimizer.final_fraction", 0.1, FRACTION, "part of the peak rate at which the run ends",
         change="decay"),
 
@@ -261,10 +321,10 @@ CONFIG_FIELDS = [
         change="host"),
     ConfigField("data.validation_files", "", LOCAL, "the same for the validation split", change="host"),
     ConfigField("data.text_field", "text", Values(bool, "must name the field or column that has the text"),
-        "of JSON lines, or the column of Parquet files, that has the text", change="host"),
+        "of JSON lines, or the column of Parquet files, that has the text", change="host", unused=(NO_FILES,)),
     ConfigField("data.separator", "", None,
         "What separates documents in plain-text files, such as <|endoftext|>; empty: a file is one document.",
-        change="host"),
+        change="host", unused=(NO_FILES,)),
     ConfigField("data.tokenizer", "gpt2", one_of(TOKENIZERS), "bytes, gpt2, sentencepiece or huggingface"),
     ConfigField("data.tokenizer_file", "", LOCAL,
         "a SentencePiece model, a tokenizer.json, or a folder with GPT-2's files", change="host"),

@@ -1,6 +1,5 @@
 """The requirements on a config as a table: on each field by itself, then on several together."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
 from diffeqformer.data.texts import CORPORA
 from diffeqformer.depth.depths import chunk_length, left_out_layers, longest_grid, trained_depths
 from diffeqformer.depth.weights import DepthWeights
-from diffeqformer.fields import FIELDS
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import MODELS, vector_field
@@ -70,7 +68,7 @@ def layers_suffice(config: ConfigDict) -> bool:
 OF_HEADS = ("model.heads", "model.head_width", "model.key_value_heads", "model.rotary_fraction")
 """Fields whose rules a saved config must satisfy, too, even those that depend on other fields."""
 
-NO_HYPERNETWORK = "for model.kind {c.model.kind}, which has no hypernetwork"
+WITHOUT_HYPERNETWORK = "for model.kind {c.model.kind}, which has no hypernetwork"
 REVERSIBLE = ", ".join(name for name, solver in SOLVERS.items() if solver.reversible)
 EVERY_STEP = ", ".join(MODELS["gpt"].solvers(unit_steps=True))
 
@@ -98,7 +96,7 @@ RULES = [
     Rule("kernels", lambda v, c: v != "pallas" or weights_of_kind(c).generates_kernels,
         "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates"),
     Rule("model.training_times", lambda v, c: v == "fixed" or weights_of_kind(c).continuous,
-        f"must be fixed {NO_HYPERNETWORK}"),
+        f"must be fixed {WITHOUT_HYPERNETWORK}"),
     Rule("model.left_out", lambda v, c: not v or (weights_of_kind(c).fixed_depth and not c.model.span),
         "must be empty for model.kind {c.model.kind}, which has no weights per layer whose steps have the length 1"),
     Rule("model.left_out", lambda v, c: not v or max(left_out_layers(v)) < c.model.num_steps > len(left_out_layers(v)),
@@ -127,7 +125,7 @@ RULES = [
     Rule("model.remat", lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
         f"must not be reversible for model.solver {{c.model.solver}}; a solver that can be undone is one of "
         f"{REVERSIBLE}"),
-    Rule("model.generate_chunk", lambda v, c: not v or weights_of_kind(c).continuous, f"must be 0 {NO_HYPERNETWORK}"),
+    Rule("model.generate_chunk", lambda v, c: not v or weights_of_kind(c).continuous, f"must be 0 {WITHOUT_HYPERNETWORK}"),
     Rule("microbatches", lambda v, c: v or not (c.model.generate_chunk or c.model.left_out),
         "must be at least 1 with model.generate_chunk or model.left_out, whose memory isn't known beforehand"),
     Rule("model.generate_chunk", lambda v, c: not v or not remembers(c),
@@ -160,51 +158,5 @@ RULES = [
     Rule("sequence_length", lambda v, c: v <= c.model.max_length,
         "must not exceed the number of positions, model.max_length ({c.model.max_length})"),
 ]
-"""Every requirement on a config, in the order in which they are checked."""
-
-
-class Unused(NamedTuple):
-    """Fields that a run doesn't use under a condition, so that a command line may not set them.
-
-    A file may: it serves several kinds of model. `why` may hold {}-fields, filled from the config `c`.
-    """
-
-    fields: tuple[str, ...]
-    condition: Callable[[ConfigDict], bool]
-    why: str
-
-
-def blocks_lack(config: ConfigDict, name: str) -> bool:
-    """Whether the block of a config, which is not a base's, reads no field of the model that has this name."""
-    block = FIELDS[config.model.field]
-    return not config.base and name not in {*block.settings, *(field.name for field in dataclasses.fields(block))}
-
-
-UNUSED = [
-    Unused(("kernels",), lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
-        "layers and adapters generate no weights"),
-    Unused(("kernels", "model.generator_start"), lambda c: not (c.base or weights_of_kind(c).generates_kernels),
-        "model.kind {c.model.kind} generates no kernels"),
-    Unused(("model.time_embed_dim",), lambda c: not (c.base or weights_of_kind(c).continuous),
-        "model.kind {c.model.kind} has no hypernetwork"),
-    Unused(("model.sinusoidal_dim", "model.time_frequency"), lambda c: not (c.base or weights_of_kind(c).sinusoidal),
-        "model.kind {c.model.kind} reads no sines of the time"),
-    Unused(("model.norm_of_norm",),
-        lambda c: blocks_lack(c, "norm_of_norm") or (not c.base and MODELS[c.model.kind].vanilla),
-        "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm"),
-    *(
-        Unused((f"model.{name}",), lambda c, name=name: blocks_lack(c, name),
-            "the block of model.field {c.model.field} doesn't read it")
-        for name in ("key_value_heads", "biases", "tied_head", "rope_theta", "rope_scaling", "rotary_fraction")
-    ),
-    Unused(("model.lora_alpha", "model.lora_layers", "model.lora_start"), lambda c: not c.model.lora_rank,
-        "lora_rank is 0"),
-    Unused(("model.snapshots",), lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}"),
-    Unused(("optimizer.decay",), lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
-    Unused(("optimizer.warmup_fraction",), lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps"),
-    Unused(("optimizer.warmup_steps", "optimizer.decay_fraction"), lambda c: c.optimizer.schedule != "wsd",
-        "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well"),
-    Unused(("data.text_field", "data.separator"), lambda c: not c.data.train_files,
-        "this text doesn't come from files"),
-]
 # fmt: on
+"""Every requirement on a config, in the order in which they are checked."""

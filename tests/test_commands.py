@@ -111,12 +111,14 @@ def test_an_interrupt_of_imports_says_nothing(line, tmp_path):
 
 def test_an_interrupt_within_a_callback_comes_again():
     code = """
-import signal, sys, time
+import signal, sys, threading, time
 from diffeqformer.console import command_line
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 class Deleted:
     def __del__(self):
         raise KeyboardInterrupt
+start = threading.Thread.start
+threading.Thread.start = lambda thread: (start(thread), time.sleep(0.1))  # as on a busy machine
 sys.unraisablehook = command_line.report_unraisable
 Deleted()
 time.sleep(60)

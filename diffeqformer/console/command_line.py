@@ -6,7 +6,9 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from traceback import walk_stack
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -112,9 +114,17 @@ def report_unraisable(unraisable) -> None:
     A Ctrl-C that came within a callback, such as one of the garbage collector, which can't pass it on, comes again.
     """
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Thread(target=_interrupt_again, daemon=True).start()
     elif str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
+
+
+def _interrupt_again() -> None:
+    """Interrupt the main thread once it has left `report_unraisable`, which can't pass an interrupt on, either."""
+    main = threading.main_thread().ident
+    while any(frame.f_code is report_unraisable.__code__ for frame, _ in walk_stack(sys._current_frames()[main])):
+        time.sleep(0.01)
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def _parse_or_exit(line: list[str], check, explain, positional: bool) -> list[str]:

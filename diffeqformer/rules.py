@@ -68,7 +68,7 @@ def layers_suffice(config: ConfigDict) -> bool:
 OF_HEADS = ("model.heads", "model.head_width", "model.key_value_heads", "model.rotary_fraction")
 """Fields whose rules a saved config must satisfy, too, even those that depend on other fields."""
 
-WITHOUT_HYPERNETWORK = "for model.kind {c.model.kind}, which has no hypernetwork"
+NO_GENERATOR = "for model.kind {c.model.kind}, which has no hypernetwork"
 REVERSIBLE = ", ".join(name for name, solver in SOLVERS.items() if solver.reversible)
 EVERY_STEP = ", ".join(MODELS["gpt"].solvers(unit_steps=True))
 
@@ -96,7 +96,7 @@ RULES = [
     Rule("kernels", lambda v, c: v != "pallas" or weights_of_kind(c).generates_kernels,
         "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates"),
     Rule("model.training_times", lambda v, c: v == "fixed" or weights_of_kind(c).continuous,
-        f"must be fixed {WITHOUT_HYPERNETWORK}"),
+        f"must be fixed {NO_GENERATOR}"),
     Rule("model.left_out", lambda v, c: not v or (weights_of_kind(c).fixed_depth and not c.model.span),
         "must be empty for model.kind {c.model.kind}, which has no weights per layer whose steps have the length 1"),
     Rule("model.left_out", lambda v, c: not v or max(left_out_layers(v)) < c.model.num_steps > len(left_out_layers(v)),
@@ -125,7 +125,7 @@ RULES = [
     Rule("model.remat", lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
         f"must not be reversible for model.solver {{c.model.solver}}; a solver that can be undone is one of "
         f"{REVERSIBLE}"),
-    Rule("model.generate_chunk", lambda v, c: not v or weights_of_kind(c).continuous, f"must be 0 {WITHOUT_HYPERNETWORK}"),
+    Rule("model.generate_chunk", lambda v, c: not v or weights_of_kind(c).continuous, f"must be 0 {NO_GENERATOR}"),
     Rule("microbatches", lambda v, c: v or not (c.model.generate_chunk or c.model.left_out),
         "must be at least 1 with model.generate_chunk or model.left_out, whose memory isn't known beforehand"),
     Rule("model.generate_chunk", lambda v, c: not v or not remembers(c),

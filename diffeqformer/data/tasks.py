@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax
 import numpy as np
@@ -69,29 +69,18 @@ class Documents(seqio.DataSource):
         )
 
 
-class Corpus(NamedTuple):
-    """Where documents come from.
+CORPORA: dict[str, tuple[seqio.DataSource, str]] = {}
+"""The source and the origin of each corpus."""
 
-    source: SeqIO source of examples with the feature `text`.
-    origin: its description for readers; written into the token store.
-    tokenizer: the kind (`config.data.tokenizer`) of its task; gpt2 or bytes.
+
+def add_corpus(name: str, source: seqio.DataSource, origin: str) -> None:
+    """Add a corpus.
+
+    Args:
+        source: SeqIO source of examples with the feature `text`.
+        origin: its description for readers; written into the token store.
     """
-
-    source: seqio.DataSource
-    origin: str
-    tokenizer: str = "gpt2"
-
-
-CORPORA: dict[str, Corpus] = {}
-
-
-def add_corpus(name: str, source: seqio.DataSource, origin: str, tokenizer: str = "gpt2") -> None:
-    """Add a corpus; see `Corpus`."""
-    CORPORA[name] = Corpus(source, origin, tokenizer)
-
-
-for _name, _texts in texts.CORPORA.items():
-    add_corpus(_name, Documents(_texts()), _texts.origin, _texts.tokenizer)
+    CORPORA[name] = source, origin
 
 
 def configure(module: str, option: str) -> None:
@@ -128,7 +117,7 @@ class SourceTexts:
     def __init__(self, corpus: str):
         if corpus not in CORPORA:
             raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
-        self.source, self.origin, _ = CORPORA[corpus]
+        self.source, self.origin = CORPORA[corpus]
 
     def fetch(self) -> None:
         """Download the source and write it as a TensorFlow data set, if it needs one and doesn't have it yet."""
@@ -294,7 +283,6 @@ class Perplexity(seqio.metrics.Metric):
         return sums
 
     def merge(self, other: "Perplexity") -> "Perplexity":
-        """The sums over both."""
         names = ("log_likelihood", "tokens", "words", "bytes", "unknown")
         return self.replace(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -338,13 +326,14 @@ def add_task(
     tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
     return seqio.TaskRegistry.add(
         name,
-        source=Documents(LocalTexts(files, corpus, layout)) if files else CORPORA[corpus].source,
+        source=Documents(LocalTexts(files, corpus, layout)) if files else CORPORA[corpus][0],
         preprocessors=[*tokenize, *preprocessors],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
         **(more if {"metric_objs", "metric_fns"} & more.keys() else {**more, "metric_objs": [Perplexity()]}),
     )
 
 
-for _name, _corpus in CORPORA.items():
-    if task_name(_name, _corpus.tokenizer) not in seqio.TaskRegistry.names():
-        add_task(_name, _corpus.tokenizer)
+for _name, _texts in texts.CORPORA.items():
+    add_corpus(_name, Documents(_texts()), _texts.origin)
+    if task_name(_name, _texts.tokenizer) not in seqio.TaskRegistry.names():
+        add_task(_name, _texts.tokenizer)

@@ -222,7 +222,6 @@ class NoFile(UserError):
 
 
 def layout_of(data: ConfigDict) -> Layout:
-    """How documents lie in the local files of a config's `data` part."""
     return Layout(data.text_field, data.separator)
 
 
@@ -289,7 +288,6 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(files: dict[str, list[str]] | None, layout: Layout = Layout()) -> Fingerprint:
-    """The hashes of the local files of both splits, if there are any."""
     if not files:
         return Fingerprint()
     each, earlier = [], hashlib.sha256()

@@ -30,7 +30,6 @@ from diffeqformer.errors import UserError, counted, reachable
 
 
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
-    """The folder of the token store of a config's `data` part."""
     return pathlib.Path(data.dir) / f"{data.task}-{tokenizer.name}"
 
 
@@ -131,7 +130,12 @@ def _prepare(
     for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1):
         workers.append(Worker(task, lock))
     write_shards(workers, partial, len(every), todo)
-    about["splits"] = {split: account_of(partial, split, count) for split, count in plan["shards"].items()}
+    about["splits"] = {}
+    for split, count in plan["shards"].items():
+        records = [finished(partial, split, index) for index in range(count)]
+        names = "tokens", "documents", "bytes", "unknown", "altered"
+        sums = {name: sum(record[name] for record in records) for name in names}
+        about["splits"][split] = {**sums, "shards": records}
     about |= {"patterns": patterns_of(data), "tokenizer_data": tokenizer.save()}  # for where their files aren't
     finish(partial, folder, about)
     for split, paths in (files or {}).items():
@@ -211,32 +215,20 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo
     done = 0
     while done < len(todo):
         time.sleep(0.05)
-        done = sum(each["done"] for each in list(told.values()))
+        begun = list(told.values())
+        tokens, documents, done = (sum(shard[what] for shard in begun) for what in ("tokens", "documents", "done"))
         if failures:
             stay = f" ({done} of {len(todo)} shards are finished and stay; the same command continues from them)"
             raise UserError(f"{failures[0]}{stay * (done > 0)}")
         if told and (time.monotonic() - shown > 2 or done == len(todo)):
-            shown = time.monotonic()
-            _show_progress(list(told.values()), shards, len(todo) - done, shown - start)
-
-
-def _show_progress(told: list[dict], shards: int, left: int, seconds: float) -> None:
-    """Print what workers have told of the shards that they began, of which some are `left`."""
-    tokens, documents, done = (sum(each[what] for each in told) for what in ("tokens", "documents", "done"))
-    time_left = f"  {duration(seconds / done * left)} left" if done and left else ""
-    print(
-        f"  shard {shards - left:,}/{shards:,}  {documents:,} documents  {tokens:,} tokens  "
-        f"{tokens / seconds:,.0f} tokens/s{time_left}",
-        flush=True,
-    )
-
-
-def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
-    """The totals over a split's shards, and the list of shards."""
-    accounts = [finished(partial, split, index) for index in range(shards)]
-    names = "tokens", "documents", "bytes", "unknown", "altered"
-    sums = {name: sum(account[name] for account in accounts) for name in names}
-    return {**sums, "shards": accounts}
+            shown, left = time.monotonic(), len(todo) - done
+            seconds = shown - start
+            time_left = f"  {duration(seconds / done * left)} left" if done and left else ""
+            print(
+                f"  shard {shards - left:,}/{shards:,}  {documents:,} documents  {tokens:,} tokens  "
+                f"{tokens / seconds:,.0f} tokens/s{time_left}",
+                flush=True,
+            )
 
 
 def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:

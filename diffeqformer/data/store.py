@@ -174,13 +174,11 @@ def read_about(folder: pathlib.Path) -> dict:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; {REMEDY}") from None
     width = np.dtype(about["dtype"]).itemsize
-    for file, tokens in ((shard["file"], shard["tokens"]) for shard in shards_of(about)):
-        size = (folder / file).stat().st_size if (folder / file).exists() else 0
-        if size != tokens * width:
-            raise UserError(
-                f"{folder / file}: this file of the token store has {size:,} bytes instead of {tokens * width:,}; "
-                f"{REMEDY}"
-            )
+    for shard in shards_of(about):
+        path, needed = folder / shard["file"], shard["tokens"] * width
+        size = path.stat().st_size if path.exists() else 0
+        if size != needed:
+            raise UserError(f"{path}: this file of the token store has {size:,} bytes instead of {needed:,}; {REMEDY}")
     return about
 
 

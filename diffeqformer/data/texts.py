@@ -33,11 +33,9 @@ MOST_SHARDS = 256  # of a split: each costs a tenth of a second, and an open fil
 class FileTexts:
     """Documents in files.
 
-    splits: the names of the splits.
     origin: a description for readers; written into the token store.
     tokenizer: the kind that its SeqIO task has; gpt2 or bytes.
     cut: what makes documents of the lines of a plain-text file; None: a separator of the layout cuts it, if any.
-    layout: how documents lie in the files.
     found: JSON that says what `fetch` has found, the "files" of each split. Another process can take it from here.
     """
 
@@ -65,7 +63,6 @@ class FileTexts:
         return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
 
     def texts(self, path: str) -> Iterable[str]:
-        """The documents of a file."""
         if not (self.cut and kind(path) == PLAIN):
             return read_texts(path, self.layout)
         if not self.layout.separator:
@@ -140,7 +137,6 @@ class HubTexts(FileTexts):
     """The documents of a corpus of the hub.
 
     name: the folder of its files in manual_dir.
-    dataset, config: of the hub.
     on_hub: the splits that it has there.
     """
 
@@ -162,23 +158,18 @@ class HubTexts(FileTexts):
         with reachable("TFDS_DATA_DIR", downloads):
             if folder.is_dir():
                 print(f"{self.name}: reading the files of {folder}")
-                found = self.parted(folder)
+                paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+                found = {split: [path for path in paths if self.belongs(path, split)] for split in self.on_hub}
+                if missing := [split for split, files in found.items() if not files]:
+                    raise UserError(
+                        f"{folder}: no file of split '{missing[0]}'; put one there ({missing[0]}.parquet, ...), or "
+                        "remove the folder to download all"
+                    )
             else:
                 from diffeqformer.data.hub import download
 
                 found = download(downloads, self.dataset, self.config, self.on_hub)
         self.found = {"files": {split: list(map(str, paths)) for split, paths in found.items()}}
-
-    def parted(self, folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-        """The files of manual_dir by split."""
-        paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-        found = {split: [path for path in paths if self.belongs(path, split)] for split in self.on_hub}
-        if missing := [split for split, files in found.items() if not files]:
-            raise UserError(
-                f"{folder}: no file of split '{missing[0]}'; put one there ({missing[0]}.parquet, ...), or remove the "
-                "folder to download all"
-            )
-        return found
 
     def belongs(self, path: pathlib.Path, split: str) -> bool:
         """Whether a file of manual_dir is of a split, by the beginning of its name; `valid` is short for validation."""

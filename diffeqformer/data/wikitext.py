@@ -30,9 +30,11 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(article)
 
 
+WRITTEN = {"@-@": "-", "@,@": ",", "@.@": "."}  # what these stand for
 LEFT = set(", . ; : ! ? % ) ] } ° ′ ″ ½ ¼ ¾ ” ...".split())  # no space before these,
 RIGHT = set("( [ { $ £ € ₤ ¥ “ ‘".split())  # no space after these,
-BOTH = set("@-@ @,@ @.@ ‑ — ⁄".split())  # and no space on either side of these
+BOTH = {*WRITTEN, "‑", "—", "⁄"}  # and no space on either side of these
+LIKE_S = ("s", "z", ">")  # the ends of words of which a lone ' makes a possessive
 ENDING = re.compile(r"['’](\w.*)?")  # 's, 't, 'll, and the second part of O 'Neil
 CONTRACTION = re.compile(r"(s|t|m|re|ve|ll|d|al)")
 MONTHS = set(
@@ -58,19 +60,11 @@ def _detokenize_line(tokens: list[str]) -> str:
     if marks:
         return f"{'=' * marks} {_detokenize_line(tokens[marks : len(tokens) - marks])} {'=' * marks}"
     spaces = _spaces(tokens)
-    line = "".join(" " * space + _plain(token) for space, token in zip(spaces, tokens))
+    line = "".join(" " * space + WRITTEN.get(token, token) for space, token in zip(spaces, tokens))
     line = re.sub(r"(?<!\d)(\d{1,2}): (?=\d\d(?!\d))", r"\1:", line)  # 17:45
     line = re.sub(r"°(?=[CF]\b)|(?<=\d)° (?=[CF]\b)", " °", line)  # 25 °C
     line = re.sub(r"(?<=[°′]) (?=\d+[′″])", "", line)  # 4°11′56″
     return re.sub(r"\b([A-Z]) & (?=[A-Z]\b)", r"\1&", line)  # R&B
-
-
-def _plain(token: str) -> str:
-    return token[1] if token in ("@-@", "@,@", "@.@") else token
-
-
-def _ends_in_s(word: str) -> bool:
-    return word[-1:] in ("s", "z", ">")
 
 
 def _has_partner(tokens: list[str], start: int) -> bool:
@@ -79,7 +73,7 @@ def _has_partner(tokens: list[str], start: int) -> bool:
         end = tokens.index("'", start + 1)
     except ValueError:
         return False
-    return not (_ends_in_s(tokens[end - 1]) and tokens[end + 1 : end + 2] and tokens[end + 1][0].isalnum())
+    return not (tokens[end - 1].endswith(LIKE_S) and tokens[end + 1 : end + 2] and tokens[end + 1][0].isalnum())
 
 
 def _spaces(tokens: list[str]) -> list[bool]:
@@ -92,8 +86,8 @@ def _spaces(tokens: list[str]) -> list[bool]:
             left, right, quoted = quoted, not quoted, not quoted
         elif token == "'":
             alone = not single and not _has_partner(tokens, i)
-            decade = alone and not _ends_in_s(before) and re.fullmatch(r"\d0s|\d\d", after)  # the '70s
-            possessive = alone and _ends_in_s(before)
+            decade = alone and not before.endswith(LIKE_S) and re.fullmatch(r"\d0s|\d\d", after)  # the '70s
+            possessive = alone and before.endswith(LIKE_S)
             if possessive or decade:
                 left, right = not decade, bool(decade)
             else:

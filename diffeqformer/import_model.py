@@ -146,7 +146,6 @@ def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
 
 
 def describe(found: Pretrained, check: Check) -> str:
-    """What was read, and the check, in lines."""
     text = f"{found.folder}: {found.describe()}\n"
     if check.of_weights is not None:
         text += f"largest error of a weight: {check.of_weights:.1e} of the largest one of its layers; "

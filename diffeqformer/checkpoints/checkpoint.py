@@ -147,7 +147,6 @@ def check(checkpoints: ocp.training.Checkpointer, wait: bool = False) -> None:
 
 
 def read_about(folder: epath.Path, step: int) -> About:
-    """The metadata stored in a checkpoint."""
     with readable(folder, step):
         return About.from_json(read_json(folder, step))
 
@@ -196,14 +195,11 @@ def open_arrays(
     """
     reading = functools.partial(readable, folder, step, remedy)
     names = {path: "/".join(("params", *path)) for path in saved_arrays(folder, step, remedy)}
-    with reading():
-        return stored_arrays.open_arrays(folder / str(step) / "params", names, reading, recorded)
+    return stored_arrays.open_arrays(folder / str(step) / "params", names, reading, recorded)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, ready for use."""
-
     step: int
     config: ConfigDict
     model: Transformer

@@ -99,10 +99,15 @@ def open_arrays(
     reading: Callable[[], AbstractContextManager],
     recorded: dict[str, str] | None,
 ) -> dict[Path, StoredArray]:
-    """Open the arrays of a checkpoint, given their names in `recorded`. Only their metadata is read."""
+    """Open the arrays of a folder that Orbax wrote, given their names in `recorded`. Only their metadata is read."""
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
+    base = f"{folder}/" if "://" in str(folder) else {"driver": "file", "path": f"{folder}/"}
     with reading():
-        opening = {path: ts.open(_spec(folder, ".".join(path)), context=context) for path in names}
+        opening = {}
+        for path in names:
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{'.'.join(path)}/", "cache_pool": "cache_pool#index"}
+            spec = {"driver": "zarr", "kvstore": kvstore, "open": True, "fill_missing_data_reads": False}
+            opening[path] = ts.open(spec, context=context)
         return {
             path: StoredArray(array.result(), reading, names[path], recorded[names[path]] if recorded else None)
             for path, array in opening.items()
@@ -120,10 +125,3 @@ def context() -> ocp.Context:
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name="about")
     return context
-
-
-def _spec(folder: epath.Path, name: str) -> dict:
-    """TensorStore's description of an array in a folder that Orbax wrote."""
-    base = f"{folder}/" if "://" in str(folder) else {"driver": "file", "path": f"{folder}/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#index"}
-    return {"driver": "zarr", "kvstore": kvstore, "open": True, "fill_missing_data_reads": False}

@@ -47,8 +47,11 @@ class Tensors:
     def __init__(self, folder: pathlib.Path):
         self._files, self._places = {}, {}
         if not (folder / INDEX).exists() or (folder / "model.safetensors").exists():
-            path = _only_file(folder)
-            self._places = dict.fromkeys(self._open(path).keys(), path)
+            found = list(folder.glob("model.safetensors")) or list(folder.glob("*.safetensors"))
+            if len(found) != 1:
+                what = f"{len(found)} files of weights, but no {INDEX}" if found else "no weights as safetensors"
+                raise UserError(f"{folder}: has {what}; name a folder as save_pretrained of Transformers writes it")
+            self._places = dict.fromkeys(self._open(found[0]).keys(), found[0])
             return
         for name, file in read_json(folder / INDEX).get("weight_map", {}).items():
             path = folder / file
@@ -84,15 +87,6 @@ class Tensors:
         return array
 
 
-def _only_file(folder: pathlib.Path) -> pathlib.Path:
-    """The file that holds all tensors of a folder without an index."""
-    found = list(folder.glob("model.safetensors")) or list(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        what = f"{len(found)} files of weights, but no {INDEX}" if found else "no weights as safetensors"
-        raise UserError(f"{folder}: has {what}; name a folder as save_pretrained of Transformers writes it")
-    return found[0]
-
-
 def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write tensors as `dtype`: one file, or several of up to `LARGEST` bytes with an index."""
     from huggingface_hub import split_state_dict_into_shards_factory  # which reads its variables when it is imported
@@ -111,7 +105,6 @@ def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray], dtype: s
 
 
 def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
-    """Write fields as a JSON file."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

@@ -51,14 +51,6 @@ PROJECTIONS = {
 by what reads a part of all layers' weights (`diffeqformer.depth.generated`)."""
 
 
-def knots_config(config: ConfigDict, kind: str) -> ConfigDict:
-    """The config of the model of a kind whose weights at t = (n + 1) / L are those of a baseline's layer n of L."""
-    config = config.copy_and_resolve_references()
-    steps = config.model.num_steps
-    config.model.update(kind=kind, norm_of_norm=False, time_embed_dim=steps, span=float(steps))
-    return config
-
-
 def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "..."]]:
     """The parameters of a `TimeMLP` whose h(t) is 1 in place n at t = (n + 1) / E, and linear between these times.
 
@@ -78,7 +70,7 @@ def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "...
 
 
 def knots_parts(config: ConfigDict, parts: dict[Path, ReadPart]) -> dict[Path, ReadPart]:
-    """What reads a part of each parameter of the model of `knots_config`, by path, from the same of the baseline."""
+    """What reads a part of each parameter of a model of one of `KINDS`, by path, from the same of the baseline."""
     made = {}
     for path, shape in shapes_of(config).items():  # shifts and constant terms, which no layer has, stay 0
         array = np.broadcast_to(np.float32(0), shape)
@@ -114,7 +106,10 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
     """
     with hosts.all_succeed("the pretrained model"):
         found, workdir = open_pretrained(folder), work_folder(workdir)
-    config = knots_config(found.config, kind) if kind else found.config
+    config, steps = found.config, found.config.model.num_steps
+    if kind:  # at t = (n + 1) / steps, its weights are those of the baseline's layer n
+        config = config.copy_and_resolve_references()
+        config.model.update(kind=kind, norm_of_norm=False, time_embed_dim=steps, span=float(steps))
     config.name = workdir.name or config.name
     origin, tokenizer = {"workdir": str(folder), "step": 0}, found.tokenizer
     about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save(), materialized_from=origin)

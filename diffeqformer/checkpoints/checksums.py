@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, UInt32
 
 SMALL = 2**18  # elements of an array that NumPy adds up sooner than XLA compiles a program
-SECOND = 0x9E3779B9
 
 
 def _mixed(x: UInt32[Any, "..."]) -> UInt32[Any, "..."]:
@@ -36,7 +35,7 @@ def _sums(np_or_jnp, bits: UInt32[Any, "..."], start: UInt32[Any, "axes"], strid
         index = (np_or_jnp.arange(size, dtype=np.uint32) + start[axis]) * strides[axis]
         position = position + index.reshape([-1 if other == axis else 1 for other in range(bits.ndim)])
     first = _mixed(bits ^ _mixed(position))
-    second = _mixed(first ^ np.uint32(SECOND))
+    second = _mixed(first ^ np.uint32(0x9E3779B9))
     if np_or_jnp is np:
         return np.stack([first.sum(dtype=np.uint32), second.sum(dtype=np.uint32)])
     zero, add = np.uint32(0), lambda x, y: (x[0] + y[0], x[1] + y[1])

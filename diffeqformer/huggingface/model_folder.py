@@ -185,11 +185,9 @@ def _halves(piece: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-LETTERS = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(OTHERS)}
-"""How GPT-2's format writes each byte as a printable character."""
+LETTERS = {byte: 256 + n for n, byte in enumerate([*range(33), *range(127, 161), 173])}
+"""How GPT-2's format writes the bytes that aren't printable characters of Latin-1."""
 
 
 def _written(piece: bytes) -> str:
-    return "".join(LETTERS[byte] for byte in piece)
+    return piece.decode("latin-1").translate(LETTERS)

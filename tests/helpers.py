@@ -172,6 +172,13 @@ def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokeniz
     return about
 
 
+def flip(file: pathlib.Path, place: int, bit: int) -> None:
+    """Change a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+
+
 def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
     """A complete config that trains in seconds; `changes` are fields with double underscores in place of dots."""
     config = base_config("toy", kind, field)

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -47,17 +48,12 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
 
 @pytest.mark.parametrize("kind", [ValueError, OSError])  # TensorStore's, and Python's
 def test_a_full_disk_is_said_and_costs_no_earlier_checkpoint(kind, tmp_path, monkeypatch):
-    config = toy_config()
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    items = {"params": drawn(config.model)[1]}
-
-    def fails(*_):
-        raise kind("RESOURCE_EXHAUSTED: Error writing \"a/0\": No space left on device [os_error_code='28']")
-
+    about, items = checkpoint.About({}, "bytes"), {"params": {"w": jnp.ones(2)}}
+    error = kind("RESOURCE_EXHAUSTED: Error writing \"a/0\": No space left on device [os_error_code='28']")
     with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
         checkpoint.save(checkpoints, 1, items, about)
         checkpoint.check(checkpoints, wait=True)
-        monkeypatch.setattr(os, "rename", fails)
+        monkeypatch.setattr(os, "rename", mock.Mock(side_effect=error))
         checkpoint.save(checkpoints, 2, items, about)
         while checkpoints.is_saving_in_progress():
             time.sleep(0.01)

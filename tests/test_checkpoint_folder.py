@@ -1,6 +1,7 @@
 """Which checkpoints of a run are kept, and which one a command opens."""
 
 import shutil
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
@@ -80,11 +81,8 @@ def test_a_damaged_validation_is_named_and_set_aside(tmp_path, content, capsys):
 def test_a_validation_that_cannot_be_reached_is_not_set_aside(tmp_path, monkeypatch):
     """Cloud clients raise many kinds of errors, some of which a damaged file would cause, too."""
     save(tmp_path, {1: 1.0}, kept=1)
-
-    def fail(*_):
-        raise ValueError("Bad Request")
-
-    monkeypatch.setattr(type(checkpoint_folder.folder_of(tmp_path)), "read_bytes", fail)
+    fails = mock.Mock(side_effect=ValueError("Bad Request"))
+    monkeypatch.setattr(type(checkpoint_folder.folder_of(tmp_path)), "read_bytes", fails)
     with pytest.raises(UserError, match="1/metrics/metrics: this file can't be read: .*; check that it can be reached"):
         checkpoint_folder.set_validations_aside(checkpoint_folder.folder_of(tmp_path))
     assert not (tmp_path / "damaged").exists()

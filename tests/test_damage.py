@@ -26,7 +26,7 @@ from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.run import set_aside_if_damaged
-from helpers import drawn, save_params, toy_config
+from helpers import drawn, flip, save_params, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
 
@@ -60,12 +60,6 @@ def test_a_checksum_has_one_value_for_each_type_wherever_it_is_computed(monkeypa
     by_numpy = checksums.of_tree(arrays)
     monkeypatch.setattr(checksums, "SMALL", 0)
     assert checksums.of_tree(arrays) == by_numpy
-
-
-def flip(file: pathlib.Path, place: int, bit: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1 << bit
-    file.write_bytes(content)
 
 
 @pytest.mark.long
@@ -192,10 +186,7 @@ def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(item, ch
     ],
 )
 def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, damaged, checkpoints, monkeypatch):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(checkpoint.ocp.handlers.PyTreeHandler, "_background_load", fail)
+    monkeypatch.setattr(checkpoint.ocp.handlers.PyTreeHandler, "_background_load", mock.Mock(side_effect=error))
     with pytest.raises(checkpoint_folder.Damaged if damaged else type(error)) as found:
         checkpoint.restore_state(checkpoints, 1, {"params": {"w": None}, "optimizer": None, "step": None})
     assert not damaged or checkpoint_folder.may_pass(found.value.__cause__)

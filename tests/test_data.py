@@ -20,7 +20,7 @@ from diffeqformer.data.seals import sealed
 from diffeqformer.data.store import Split, open_store, read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import TEXTS, make_store, toy_config
+from helpers import TEXTS, flip, make_store, toy_config
 
 TOKENIZER = ByteTokenizer()
 
@@ -79,9 +79,7 @@ def test_a_changed_store_is_found_by_its_hashes(small_store):
     about["splits"]["train"]["shards"].reverse()
     with pytest.raises(UserError, match="its shards aren't those of one text in order"):
         verify(small_store, about)
-    data = bytearray((small_store / "train-00002.bin").read_bytes())
-    data[10] ^= 1
-    (small_store / "train-00002.bin").write_bytes(data)
+    flip(small_store / "train-00002.bin", 10, 0)
     with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
         verify(small_store, read_about(small_store))  # its size is right
 

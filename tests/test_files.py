@@ -78,9 +78,9 @@ def pack(name: str, data: bytes) -> bytes:
     return PACKED.get(os.path.splitext(name)[1].lower(), bytes)(data)
 
 
-def parquet(table: pa.Table | None = None, **columns):
+def parquet(**columns):
     sink = pa.BufferOutputStream()
-    pq.write_table(table or pa.table(columns), sink, row_group_size=2)
+    pq.write_table(pa.table(columns), sink, row_group_size=2)
     return sink.getvalue().to_pybytes()
 
 

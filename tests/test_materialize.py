@@ -1,6 +1,7 @@
 """Weights sampled once and written as a separate model."""
 
 import os
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +52,10 @@ def test_every_model_can_be_materialized(kind, field, changes, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, split_model(made.model)[1], expected)
 
 
-def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
+def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path):
     config = toy_config(model__dtype="bfloat16", model__training_depths="2,6")
     save_params(tmp_path / "run", config, {1: drawn(config.model)[1]}, time_spent={"steps": 1.0})
-
-    def fails(*_, **__):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", fails)
+    with mock.patch.object(os, "rename", side_effect=OSError("no space left")):
         with pytest.raises(UserError, match="a checkpoint can't be written or deleted: no space left"):
             materialize(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]

@@ -16,7 +16,7 @@ from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import ROOT, toy_config
+from helpers import ROOT, flip, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -116,20 +116,13 @@ def test_a_file_that_can_not_be_used_is_said_before_any_work(name, content, said
             preparation.prepare(data, TOKENIZER)
 
 
-def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path, monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
+def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path):
     about = json.loads((small_store / "store.json").read_text())
     (small_store / "store.json").unlink()
-    monkeypatch.setattr(preparation, "read_about", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(preparation, "read_about", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         preparation.finish(small_store, tmp_path / "whole", about)
     assert not (tmp_path / "whole").exists()
-    monkeypatch.undo()
-    data = bytearray((small_store / "train-00002.bin").read_bytes())
-    data[10] ^= 1
-    (small_store / "train-00002.bin").write_bytes(data)
+    flip(small_store / "train-00002.bin", 10, 0)
     with pytest.raises(UserError, match="its content isn't what was written"):
         preparation.finish(small_store, tmp_path / "whole", about)
     assert not (tmp_path / "whole").exists()

@@ -215,8 +215,7 @@ if __name__ == "__main__":
 
     def command() -> None:
         hosts.check_one("export: this command")
-        where = workdir.value, pathlib.Path(folder.value)
-        said, error = export(*where, num_steps.value, dtype.value, step.value)
+        said, error = export(workdir.value, pathlib.Path(folder.value), num_steps.value, dtype.value, step.value)
         print(f"{said}\nlargest error of a logit: {error:.1e} of the largest, in {SENTENCE!r}, as opened again")
 
     command_line.run(command, verbosity=logging.FATAL)

@@ -37,9 +37,8 @@ BOTH = {*WRITTEN, "‑", "—", "⁄"}  # and no space on either side of these
 LIKE_S = ("s", "z", ">")  # the ends of words of which a lone ' makes a possessive
 ENDING = re.compile(r"['’](\w.*)?")  # 's, 't, 'll, and the second part of O 'Neil
 CONTRACTION = re.compile(r"(s|t|m|re|ve|ll|d|al)")
-MONTHS = set(
-    "January February March April May June July August September October November December".split()
-)  # after a year, a dash and a day: the dash of a life, which keeps its spaces
+# after a year, a dash and a day: the dash of a life, which keeps its spaces
+MONTHS = set("January February March April May June July August September October November December".split())
 
 
 def detokenize(text: str) -> str:
@@ -59,8 +58,7 @@ def _detokenize_line(tokens: list[str]) -> str:
         marks += 1
     if marks:
         return f"{'=' * marks} {_detokenize_line(tokens[marks : len(tokens) - marks])} {'=' * marks}"
-    spaces = _spaces(tokens)
-    line = "".join(" " * space + WRITTEN.get(token, token) for space, token in zip(spaces, tokens))
+    line = "".join(" " * space + WRITTEN.get(token, token) for space, token in zip(_spaces(tokens), tokens))
     line = re.sub(r"(?<!\d)(\d{1,2}): (?=\d\d(?!\d))", r"\1:", line)  # 17:45
     line = re.sub(r"°(?=[CF]\b)|(?<=\d)° (?=[CF]\b)", " °", line)  # 25 °C
     line = re.sub(r"(?<=[°′]) (?=\d+[′″])", "", line)  # 4°11′56″

@@ -46,9 +46,8 @@ class Hub(http.server.ThreadingHTTPServer):
                 return commit, files
         return None
 
-    def entry(self, path: str, content: bytes | None) -> dict:
-        """How the hub lists a file, also one that it can't give."""
-        content = content or b""
+    def entry(self, path: str, content: bytes) -> dict:
+        """How the hub lists a file."""
         sha256 = self.stated.get(path, hashlib.sha256(content).hexdigest())
         lfs = {"lfs": {"oid": sha256, "size": len(content), "pointerSize": 100}} if sha256 else {}
         return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest(), **lfs}

@@ -61,8 +61,6 @@ def by_hand(folder, name: str, **files: bytes):
 
 def test_validation_rows_are_those_of_hugging_face():
     """Computed with datasets 5.2.0: Dataset.train_test_split(test_size=0.0005, seed=2357, shuffle=True)["test"]."""
-    assert texts.validation_rows(2000).tolist() == [79]
-    assert texts.validation_rows(2001).tolist() == [79, 1706]
     rows = texts.validation_rows(texts.OPENWEBTEXT_DOCUMENTS)
     digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
     assert digest == "df00c240445075043bc15359133182a5a0d4e241fbff007f3664c958a9e4997e"

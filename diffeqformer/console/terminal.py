@@ -36,7 +36,7 @@ class PrintableOutput:
         return getattr(self.output, name)
 
 
-def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]:
+def show_progress(what: str, unit: str = "tokens", output: io.TextIOBase | None = None) -> Callable[[int, int], None]:
     """Prints, every five seconds, the finished number and the total, the rate and the time left."""
     start = shown = time.monotonic()
 
@@ -46,6 +46,6 @@ def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]
         if now - shown > 5 and done:
             shown, rate = now, done / (now - start)
             speed, left = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}", duration((total - done) / rate)
-            print(f"  {what}: {done:,}/{total:,} {unit}  {speed} {unit}/s  {left} left", flush=True)
+            print(f"  {what}: {done:,}/{total:,} {unit}  {speed} {unit}/s  {left} left", file=output, flush=True)
 
     return show

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 
 import jax
 import lm_eval.api.model
@@ -16,11 +17,11 @@ from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from tqdm import tqdm
 
 from diffeqformer import __version__
 from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.console.surroundings import at_home
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
 from diffeqformer.inference.reader import check_room, without_depth
@@ -178,8 +179,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def _score(self, groups: list[list[Stretch]], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
         """For each group of stretches: the sum of its log-probabilities, and whether all its ids are the likeliest."""
         stretches = [stretch for group in groups for stretch in group]
-        with _bar(sum(len(ids) - first for ids, first in stretches), what, " tokens", disable_tqdm) as bar:
-            scores = iter(self.scorer(stretches, show=bar.update))
+        scores = iter(self.scorer(stretches, _progress(what, "tokens", disable_tqdm)))
         results = []
         for group in groups:
             parts = [next(scores) for _ in group]
@@ -205,12 +205,13 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         check_room(self.opened.model, steps, self.max_length, size, "batch_size", divided=False)
         how = scorer.reader, self.max_length, tokenizer
         keys, results = sample_keys(random_key(0, "sample"), len(requests)), [""] * len(requests)
-        with _bar(len(requests), "Writing", " texts", disable_tqdm) as bar:
-            for choice, alike in choices.items():
-                for text, result in zip(alike, write_batches(*how, alike, keys, choice, size), strict=True):
-                    results[text.key] = result
-                    self.cache_hook.add_partial("generate_until", requests[text.key].args, result)
-                    bar.update(1)
+        show, done = _progress("Writing", "texts", disable_tqdm), 0
+        for choice, alike in choices.items():
+            for text, result in zip(alike, write_batches(*how, alike, keys, choice, size), strict=True):
+                results[text.key] = result
+                self.cache_hook.add_partial("generate_until", requests[text.key].args, result)
+                done += 1
+                show(done, len(requests))
         return results
 
 
@@ -248,8 +249,6 @@ class _Cache(lm_eval.api.model.CachingLM):
 lm_eval.api.model.CachingLM = _Cache  # which lm-eval looks up here
 
 
-def _bar(total: int, what: str, unit: str, disabled: bool) -> tqdm:
-    """A progress bar, which is redrawn often on a terminal and every 15 s elsewhere."""
-    often = 0.2 if sys.stderr.isatty() else 15.0
-    options = dict(desc=what, unit=unit, unit_scale=True, mininterval=often, maxinterval=often, disable=disabled)
-    return tqdm(total=total, **options)
+def _progress(what: str, unit: str, disabled: bool) -> Callable[[int, int], None]:
+    """Progress on the standard error, as lm-eval's results are on the standard output."""
+    return (lambda done, total: None) if disabled else show_progress(what, unit, sys.stderr)

@@ -15,10 +15,9 @@ from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.tokenizers import Tokenizer, describe_lost, lost_in
 from diffeqformer.depth.depths import shares_of_depths
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
+from diffeqformer.inference.scoring import Scorer, Show, Stretch, sliding_windows
 
 GROUP = 4096  # windows held in memory at once
-Show = Callable[[int, int], None]  # called with the number of scored tokens and their total
 COLUMNS = {
     "solver": "solver",
     "num_steps": "steps",
@@ -73,7 +72,7 @@ class Evaluation:
     def full(self, scorer: Scorer, show: Show) -> dict[str, float]:
         """The full perplexity, per token, word and byte."""
         every = [ids for _, ids in self.documents]
-        stretches = (sliding_windows(ids[:-1], self.window, self.stride, ids[-1]) for ids in every)
+        stretches = [sliding_windows(ids[:-1], self.window, self.stride, ids[-1]) for ids in every]
         tokens = sum(map(len, every)) - len(every)
         self.nats = [-total for total in _log_likelihoods(stretches, tokens, scorer, show)]
         words = sum(len(text.split()) for text, _ in self.documents)
@@ -95,20 +94,15 @@ class Evaluation:
             yield {"document": number, **account, "nats": nats, "bits_per_byte": bits}
 
 
-def _log_likelihoods(examples: Iterable[Iterable[Stretch]], total: int, scorer: Scorer, show: Show) -> list[float]:
+def _log_likelihoods(examples: list[Iterable[Stretch]], total: int, scorer: Scorer, show: Show) -> list[float]:
     """The log-likelihood in nats of each example."""
-    sums, done = [], 0
-
-    def count(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        show(done, total)
-
+    sums, done = [0.0] * len(examples), 0
     every = ((number, stretch) for number, stretches in enumerate(examples) for stretch in stretches)
     while group := list(itertools.islice(every, GROUP)):
-        for (number, _), scores in zip(group, scorer([stretch for _, stretch in group], count)):
-            sums += [0.0] * (number + 1 - len(sums))
+        found = scorer([stretch for _, stretch in group], lambda here, _: show(done + here, total))
+        for (number, _), scores in zip(group, found):
             sums[number] += float(np.sum(scores.log_probs, dtype=np.float64))
+            done += len(scores.log_probs)
     return sums
 
 

@@ -23,6 +23,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.parallel.sharding import on_each_device, partition
 from diffeqformer.transformer import Transformer, check_length
 
+Show = Callable[[int, int], None]  # called with the number of scored ids and their total
 SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
 
 
@@ -121,15 +122,16 @@ class Scorer:
         self.written = (tokenizer.vocab_size, tokenizer.unknown) if tokenizer else None
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
-    def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
+    def __call__(self, sequences: Sequence[Stretch], show: Show = lambda done, total: None) -> list[Scores]:
         """The scores of each sequence, in order; raises `NotFinite` if one is NaN or infinite.
 
-        Sequences of similar length share a batch, after which `show` is called with the number of ids scored in it.
+        Sequences of similar length share a batch, after which `show` is called.
         """
-        self.check_room(sequences)
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
+        self._check_room(max(lengths, default=0))
         order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
-        results, waiting = [None] * len(sequences), None
+        results, waiting, done = [None] * len(sequences), None, 0
+        total = sum(len(sequence.ids) - sequence.first for sequence in sequences)
         while order or waiting:
             batch = None
             if order:
@@ -149,14 +151,14 @@ class Scorer:
                     results[i] = Scores(log_probs[row, part], likeliest[row, part])
                     if not np.isfinite(results[i].log_probs).all():
                         raise NotFinite
-                show(sum(len(results[i].log_probs) for i in indices))
+                    done += len(results[i].log_probs)
+                show(done, total)
             waiting = batch
         return results
 
-    def check_room(self, sequences: Sequence[Stretch]) -> None:
-        """Check that the states of a batch of the longest of some sequences fit into the memory of a device."""
-        longest = max((self._positions(len(sequence.ids) - 1) for sequence in sequences), default=0)
-        states = jax.ShapeDtypeStruct((self.batch_size // self.mesh.size, longest, self.width), jnp.float32)
+    def _check_room(self, length: int) -> None:
+        """Check that the states of a batch of sequences of so many positions fit into the memory of a device."""
+        states = jax.ShapeDtypeStruct((self.batch_size // self.mesh.size, length, self.width), jnp.float32)
         check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)  # there are more arrays
 
     def _positions(self, inputs: int) -> int:

@@ -22,7 +22,6 @@ from diffeqformer.checkpoints.folder import new_checkpoints
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import header, results_folder, write_json
-from diffeqformer.console.terminal import show_progress
 from diffeqformer.depth.depths import left_out_layers
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.gaps import BATCH, FITTING, fitted_layers
@@ -107,7 +106,7 @@ def write_fitted(
     config.name = to.name or config.name
     origin = {"workdir": workdir, "step": opened.step, "model": trained}
     about = dataclasses.replace(about, config=config.to_dict(), materialized_from=origin, time_spent=None)
-    layers = fitted_layers(opened.model, batches, kept, epochs, show_progress)
+    layers = fitted_layers(opened.model, batches, kept, epochs)
     checkpoint.save_alone(to, opened.step, split_model(opened.model)[1] | {"depth": {"layers": layers}}, about)
     tokens = sum(batch.size for batch in batches)
     print(f"{to}: {counted(len(kept), 'layer')}, fitted to {tokens:,} tokens; use it with --workdir={to}")

@@ -17,7 +17,6 @@ from diffeqformer.checkpoints.finite import check_parameters
 from diffeqformer.checkpoints.folder import REPLACED, Step, new_checkpoints, once_more, size_on_disk
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_link
-from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
@@ -62,7 +61,7 @@ def materialize(
         time_spent=None,
     )
     with new_checkpoints(epath.Path(output), "--output"):
-        params = discretized_arrays(config, stored, num_steps, dtype, show_progress("weights", "layers"))
+        params = discretized_arrays(config, stored, num_steps, dtype)
         for path, array in traverse_util.flatten_dict(params).items():  # a device need not hold all of them
             check_parameters(traverse_util.unflatten_dict({path: array}), f"{workdir}, checkpoint {step}")
         checkpoint.save_alone(output, step, params, about)

@@ -1,7 +1,6 @@
 """A model's weights at the times of one grid, as a model without a hypernetwork."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints.stored_arrays import StoredArray
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import in_type
@@ -69,20 +69,14 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)
 
 
-def discretized_arrays(
-    config: ConfigDict,
-    stored: dict[Path, StoredArray],
-    num_steps: int,
-    dtype: str,
-    progress: Callable[[int, int], None],
-) -> dict:
+def discretized_arrays(config: ConfigDict, stored: dict[Path, StoredArray], num_steps: int, dtype: str) -> dict:
     """The parameters of `discretize`, from arrays on disk. Beside them, memory holds what one layer is made from."""
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
     remedy = "take fewer with --num_steps, or a machine with more memory"
     check_enough(f"--num_steps: the weights of {num_steps} steps", bytes_of(shapes), free_on_host(), remedy)
     how = {"ends": tuple(model.grid(num_steps).ends), "solver": solver, "dtype": jnp.dtype(dtype)}
-    names, made = list(model.field.layers()), {}
+    names, made, show = list(model.field.layers()), {}, show_progress("weights", "layers")
     for path, leaf in traverse_util.flatten_dict(shapes).items():
         if path[0] != "depth":
             made[path] = stored[path].whole().astype(leaf.dtype)
@@ -96,5 +90,5 @@ def discretized_arrays(
         }
         weights = jax.device_get(stored_layers(graph, traverse_util.unflatten_dict(read), **how)["layer"])
         made |= {("depth", "layers", name, leaf): array for leaf, array in weights.items()}
-        progress(done, len(names))
+        show(done, len(names))
     return traverse_util.unflatten_dict(made)

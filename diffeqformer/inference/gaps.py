@@ -14,7 +14,7 @@ together, as blocks do in Bercovich et al. (2024, arXiv:2411.19146). No text goe
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import scipy.linalg
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.checkpoints.finite import NotFinite
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.fields.field import Block, VectorField
 from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.solvers import Solver
@@ -41,7 +42,6 @@ RATE, BATCH = 5e-4, 2
 OUTPUT = "mlp_down"
 """The layer that every block's feed-forward ends with."""
 
-Show = Callable[[int, int], None]
 States = list[Float[Array, "_ S D"]]
 
 
@@ -107,7 +107,7 @@ def fitted(solver: Solver, block: Block, weights: dict, states: States, targets:
 
 
 def learned(
-    solver: Solver, block: Block, layers: list[dict], states: States, targets: States, epochs: int, show: Show
+    solver: Solver, block: Block, layers: list[dict], states: States, targets: States, epochs: int, what: str
 ) -> list[dict]:
     """Layers in a row after they learned to take some states to the targets, batch by batch, by Adam."""
     steps = epochs * len(states)
@@ -125,7 +125,7 @@ def learned(
         return optax.apply_updates(layers, changes), state
 
     layers = jax.tree.map(jnp.array, layers)  # a copy, which is donated
-    state, order = optimizer.init(layers), np.random.RandomState(0)
+    state, order, show = optimizer.init(layers), np.random.RandomState(0), show_progress(what, "batches")
     for epoch in range(epochs):
         for done, batch in enumerate(order.permutation(len(states))):
             layers, state = update(layers, state, states[batch], targets[batch])
@@ -144,13 +144,7 @@ def groups_of(kept: list[int], layers: int) -> list[list[int]]:
     return [[kept[row] for row in group] for _, group in groups]
 
 
-def fitted_layers(
-    model: Transformer,
-    batches: list[Int[np.ndarray, "_ S"]],
-    kept: list[int],
-    epochs: int = 0,
-    progress: Callable[[str, str], Show] = lambda what, unit: lambda done, total: None,
-) -> dict:
+def fitted_layers(model: Transformer, batches: list[Int[np.ndarray, "_ S"]], kept: list[int], epochs: int = 0) -> dict:
     """The weights of the layers that are kept, stacked, in their type; those near a gap make up for it.
 
     Args:
@@ -158,7 +152,6 @@ def fitted_layers(
         batches: ids of the text; there should be many more of them than hidden units.
         kept: the numbers of the layers, in order. For a gap before all of them, nothing makes up.
         epochs: times that the layers within two of a gap learn from the text, after those before it were fitted.
-        progress: from what is done, and its unit, makes what is called with how many are done, and all of them.
     """
     solver, block, stored = model.solver, model.field, split_model(model)[1]["depth"]["layers"]
     after = dict(zip(kept, [*kept[1:], model.num_steps]))
@@ -176,7 +169,7 @@ def fitted_layers(
         return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype).astype(jnp.float32), weights, stored)
 
     states = [model.embed(jnp.asarray(batch), Context()) for batch in batches]
-    targets, made, show_all = through(map(layer, range(kept[0])), states), [], progress("fit", "layers")
+    targets, made, show_all = through(map(layer, range(kept[0])), states), [], show_progress("fit", "layers")
     for group in groups_of(kept, model.num_steps):
         layers = [layer(number) for number in group]
         if group[0] <= last:
@@ -188,8 +181,8 @@ def fitted_layers(
                     alike = False
                 states = targets if alike else through(layers[row : row + 1], states)
             if epochs and any(after[number] > number + 1 for number in group):
-                show = progress(f"layers {group[0]} to {group[-1]}", "batches")
-                layers = list(map(rounded, learned(solver, block, layers, start, targets, epochs, show)))
+                what = f"layers {group[0]} to {group[-1]}"
+                layers = list(map(rounded, learned(solver, block, layers, start, targets, epochs, what)))
                 states = through(layers, start)
         made += [jax.device_get(weights) for weights in layers]
         show_all(len(made), len(kept))

@@ -30,20 +30,13 @@ td:first-child, th:first-child { text-align: left; }
 
 @dataclasses.dataclass
 class Section:
-    """One part of a report.
+    """One part of a report."""
 
-    name: its key in JSON and NPZ.
-    title: its heading.
-    html: its content, built with the functions below.
-    numbers: stored in JSON.
-    arrays: stored in NPZ.
-    """
-
-    name: str
+    name: str  # its key in JSON and NPZ
     title: str
-    html: str
-    numbers: dict | list
-    arrays: dict[str, np.ndarray]
+    html: str  # built with the functions below
+    numbers: dict | list  # stored in JSON
+    arrays: dict[str, np.ndarray]  # stored in NPZ
 
 
 def in_float32(section: Callable) -> Callable:

@@ -38,16 +38,11 @@ COUNTS = ("contexts", "contexts_cut", "unknown_tokens", "altered_texts")
 
 
 class Tasks(NamedTuple):
-    """The tasks that can be run, and those that can't.
+    """The tasks that can be run, and those that can't."""
 
-    rows: for each row of the tables, a group or a task, what `lm_eval.evaluator.evaluate` takes.
-    own: by task, the number of examples that its file sets.
-    failed: by requested name, why it can't be run.
-    """
-
-    rows: dict[str, dict]
-    own: dict[str, int | None]
-    failed: dict[str, str]
+    rows: dict[str, dict]  # for each row of the tables, a group or a task, what `lm_eval.evaluator.evaluate` takes
+    own: dict[str, int | None]  # by task, the number of examples that its file sets
+    failed: dict[str, str]  # by requested name, why it can't be run
 
 
 def load_tasks(names: list[str], include: str | None, shots: list[int], window: int) -> Tasks:

@@ -5,7 +5,6 @@ slow or wrong, what to do. The exit status is 1 if something is wrong. Nothing t
 """
 
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
 import math
@@ -240,9 +239,8 @@ def all_reduces(mesh: Mesh) -> Iterator[Row]:
         if number > 1:
             line = list(mesh.devices.swapaxes(0, place).reshape(number, -1)[:, 0])
             link = chip and (chip.network_rate if number_of_slices(line) > 1 else chip.link_rate)
-            measure = functools.partial(seconds_of_all_reduce, mesh, axis, size)
-            judge = functools.partial(all_reduce, size=size, link=link, number=number)
-            yield check(f"all-reduce over {axis}", remedy, measure, judge)
+            what, seconds = f"all-reduce over {axis}", lambda: seconds_of_all_reduce(mesh, axis, size)
+            yield check(what, remedy, seconds, lambda found: all_reduce(found, size, number, link))
 
 
 def all_reduce(found: Sequence[float], size: int, number: int, link: float | None) -> tuple[str, str, str]:

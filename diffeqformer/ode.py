@@ -123,18 +123,13 @@ def perplexities(
     found = {}
     for name, (solver, num_steps) in grids(model, depths).items():
         try:
-            found[name] = perplexity(model.replace(solver=solver), num_steps, windows, batch_size)
+            scores = Scorer(model.replace(solver=solver), num_steps, batch_size)(windows)  # whose weights go at once
+            log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
+            found[name] = math.exp(min(-log_probs.mean(), 700.0))
             print(f"  {name}: perplexity {plain(found[name])}", flush=True)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
     return found
-
-
-def perplexity(model: Transformer, num_steps: int, windows: list[Stretch], batch_size: int) -> float:
-    """The paper's perplexity of some windows. The weights of these steps are in memory only meanwhile."""
-    scores = Scorer(model, num_steps, batch_size)(windows)
-    log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
-    return math.exp(min(-log_probs.mean(), 700.0))
 
 
 @functools.partial(jax.jit, static_argnames="graph")

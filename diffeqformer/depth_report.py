@@ -39,26 +39,24 @@ from diffeqformer.transformer import Transformer, abstract_model, random_key, sp
 COLUMNS = {"bits_per_byte": "bits/byte", "milliseconds_per_token": "ms/token", "megabytes": "weights, MB (fp32)"}
 
 
-class Row(NamedTuple):
-    """A checkpoint in a number of steps of depth, before anything is measured."""
+class Run(NamedTuple):
+    """A checkpoint, before anything is measured."""
 
     workdir: str
     opened: checkpoint.Opened
-    num_steps: int
-    megabytes: float
+    megabytes: dict[int, float]  # by steps of depth
 
 
-def planned(options) -> list[Row]:
-    """All rows, by configs alone. A UserError if a run has no checkpoint, or can't take one of the numbers of steps."""
-    rows, depths = [], whole_numbers("--num_steps", options.num_steps, 1)
+def planned(options) -> list[Run]:
+    """All runs, by configs alone. A UserError if one has no checkpoint, or can't take one of the numbers of steps."""
+    runs, depths = [], whole_numbers("--num_steps", options.num_steps, 1)
     for workdir in (options.workdir, *options.beside):
         own = workdir == options.workdir
         option, step = ("--workdir", options.step) if own else ("--beside", None)
         opened = checkpoint.open_to_read(workdir, option, step)
-        model = abstract_model(opened.config)
-        for number in (depths if own else []) or list(trained_depths(opened.config.model)):
-            rows.append(Row(workdir, opened, number, megabytes(model, number)))
-    return rows
+        model, numbers = abstract_model(opened.config), (depths if own else []) or trained_depths(opened.config.model)
+        runs.append(Run(workdir, opened, {number: megabytes(model, number) for number in numbers}))
+    return runs
 
 
 def megabytes(model: Transformer, num_steps: int) -> float:
@@ -88,28 +86,27 @@ def milliseconds_per_token(opened: checkpoint.Checkpoint, num_steps: int) -> flo
     return 1000 * statistics.median(after - before for before, after in itertools.pairwise(times[1:]))
 
 
-def measured(options, rows: list[Row], window: int) -> Iterator[dict]:
-    """What is found for each row of one run, in windows of so many tokens."""
-    workdir, (_, step, *_) = rows[0].workdir, rows[0].opened
+def measured(options, run: Run, window: int) -> Iterator[dict]:
+    """What is found for one run in each number of steps, in windows of so many tokens."""
+    workdir, step = run.workdir, run.opened.step
     opened = checkpoint.load(workdir, step=step)
     evaluation = open_text(options, opened, *text_of(options, opened), window, window)
     unknown = sum(account["unknown_tokens"] for account in evaluation.accounts(opened.tokenizer))
-    for row in rows:
-        scorer, show = Scorer(opened.model, row.num_steps, options.batch_size), show_progress(row.workdir)
+    for num_steps, size in run.megabytes.items():
+        scorer, show = Scorer(opened.model, num_steps, options.batch_size), show_progress(workdir)
         with logits_of(f"{workdir}, checkpoint {step}"):
             found = evaluation.full(scorer, show) | (WITHHELD if unknown else {})
         del scorer  # and its weights
-        about = {**header(workdir, opened), "num_steps": row.num_steps, "dtype": opened.config.model.dtype}
+        about = {**header(workdir, opened), "num_steps": num_steps, "dtype": opened.config.model.dtype}
         about |= {"text": evaluation.name, "window": window, "unknown_tokens": unknown, **found}
-        about["milliseconds_per_token"] = milliseconds_per_token(opened, row.num_steps)
-        yield about | {"megabytes": row.megabytes}
+        about["milliseconds_per_token"] = milliseconds_per_token(opened, num_steps)
+        yield about | {"megabytes": size}
 
 
-def downstream_scores(folder: pathlib.Path, rows: list[Row]) -> dict[tuple[str, int, int], dict[str, str]]:
+def downstream_scores(folder: pathlib.Path, plan: list[Run]) -> dict[tuple[str, int, int], dict[str, str]]:
     """What `diffeqformer.downstream` has found, as text, by full path, step of the checkpoint and steps of depth.
 
-    Raises:
-        UserError: if the folder has no results, or none of these rows.
+    Raises a UserError if the folder has no results, or none of these runs.
     """
     try:
         with reachable("--downstream", folder):
@@ -122,7 +119,7 @@ def downstream_scores(folder: pathlib.Path, rows: list[Row]) -> dict[tuple[str, 
             found.setdefault(place, {}).update(scores)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise UserError(f"--downstream: {folder} has no results of diffeqformer.downstream") from None
-    if not found.keys() & {(os.path.realpath(row.workdir), row.opened.step, row.num_steps) for row in rows}:
+    if not found.keys() & {(os.path.realpath(run.workdir), run.opened.step, n) for run in plan for n in run.megabytes}:
         raise UserError(f"--downstream: {folder} has no results of these checkpoints in these numbers of steps")
     return found
 
@@ -132,20 +129,14 @@ def label(row: dict) -> str:
     return f"{row['title']} ({row['workdir']})"
 
 
-def plot(rows: list[dict]):
-    """Bits per byte against steps of depth, and against the time of a token; a run in several steps is a line."""
+def write(rows: list[dict], folder: pathlib.Path) -> None:
+    """Write the page, the picture and the numbers."""
     figure, axes = plot_by_depth(rows, label, "bits_per_byte", "milliseconds_per_token")
     axes[0].set_ylabel("bits per byte")
     axes[1].set_xlabel("ms per token, in writing (numbers: steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", fontsize=8)
-    return figure
-
-
-def write(rows: list[dict], folder: pathlib.Path) -> None:
-    """Write the page, the picture and the numbers."""
-    figure, cells = plot(rows), []
     figure.savefig(folder / "depth.png", dpi=130)
-    scores = list(dict.fromkeys(name for row in rows for name in row["scores"]))
+    cells, scores = [], list(dict.fromkeys(name for row in rows for name in row["scores"]))
     for row in rows:
         found = [row["scores"].get(name, "") for name in scores]
         cells.append([label(row), row["num_steps"], *(row[name] for name in COLUMNS), *found])
@@ -163,10 +154,10 @@ def report_depths(options) -> list[dict]:
     plan, rows = planned(options), []
     scores = downstream_scores(pathlib.Path(options.downstream), plan) if options.downstream else {}
     model = plan[0].opened.config
-    window = window_size(options.window, model, min(row.opened.config.model.max_length for row in plan), "--window")
+    window = window_size(options.window, model, min(run.opened.config.model.max_length for run in plan), "--window")
     folder = results_folder(options.output, options.workdir, "depth")
-    for _, of_run in itertools.groupby(plan, key=lambda row: row.workdir):
-        for row in measured(options, list(of_run), window):
+    for run in plan:
+        for row in measured(options, run, window):
             if rows and row["bytes"] != rows[0]["bytes"]:
                 raise UserError(f"--beside: {row['workdir']} has another text of its own; name one with --files")
             place = os.path.realpath(row["workdir"]), row["checkpoint_step"], row["num_steps"]

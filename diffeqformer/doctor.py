@@ -95,8 +95,7 @@ def needs_of(config: ConfigDict, workdir: str) -> Needs:
 def check(what: str, remedy: str, measure: Callable[[], Any], judge: Callable[[list], tuple[str, str, str]]) -> Row:
     """The row of a measurement on every process; wrong if it fails on one. All processes call this together.
 
-    Args:
-        judge: what was found, what is needed and the verdict, from the results of all processes.
+    `judge` says what was found, what is needed and the verdict, from the results of all processes.
     """
     try:
         result = {"found": measure()}
@@ -336,11 +335,7 @@ def store(config: ConfigDict, workdir: str) -> Row:
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:
     """The rows of all checks, each as soon as it is known. All processes call this together.
 
-    Args:
-        config, given: as of `diffeqformer.training.run.complete`; without a config, less is known to compare with.
-
-    Raises:
-        UserError: if the config has an error.
+    Without a config, less is known to compare with. `given` is as of `diffeqformer.training.run.complete`.
     """
     work_folder(workdir)
     yield from packages()

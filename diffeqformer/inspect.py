@@ -77,8 +77,7 @@ def history(curves: dict[str, dict[int, float]], group: str) -> list[dict]:
 def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool = True) -> dict:
     """Describe a run or a materialized model as plain data, without building the model.
 
-    Args:
-        with_statistics: whether to compute statistics of the parameters. This reads all of them, in parts.
+    Statistics need all parameters, which are read in parts.
 
     Returns:
         workdir, step, name, kind, field, solver, num_steps

@@ -99,11 +99,7 @@ def _entries(graph, params, features, name, rows, columns):
 
 
 def grids(model: Transformer, depths: Collection[int]) -> dict[str, tuple[Solver, int]]:
-    """The grids to score, by name: a solver and a number of steps. The first has the model's own number.
-
-    Args:
-        depths: the numbers of steps that were trained.
-    """
+    """The grids to score, by name: a solver and a number of steps, first the model's own. `depths` were trained."""
     solver, own = model.solver, model.num_steps
     numbers = [own, math.ceil(own / 2), math.ceil(own * 3 / 4), own * 3 // 2, 2 * own, 4 * own]
     rows = {

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from diffeqformer.analysis.attention_maps import maps
 from diffeqformer.analysis.report import Section, in_float32, paragraph, table_of_heads, time_label
-from diffeqformer.analysis.spectra import Spectrum, spectra
+from diffeqformer.analysis.spectra import spectra
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.data.tokenizers import Tokenizer
@@ -54,15 +54,14 @@ def readable_ids(tokenizer: Tokenizer) -> list[int]:
     return [i for i, text in texts if text and text == printable(text) and "\ufffd" not in text]
 
 
-def picture(scores: np.ndarray, even: float, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
+def picture(scores: np.ndarray, even: float, shares: dict[str, np.ndarray], times: np.ndarray, axis_label: str):
     """Plot all heads' induction scores, from uniform attention's to 1, beside the signs of the spectra from which the
     paper infers induction.
     """
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
     title = "induction score, from uniform attention's"
     figures.heat_map(figure, axes[0], scores, times, title, "score", vmin=even, vmax=1)
-    for axis, name, found in ((axes[1], "QK", qk), (axes[2], "OV", ov)):
-        share = np.broadcast_to(found.positive_share(), scores.shape)
+    for axis, (name, share) in zip(axes[1:], shares.items(), strict=True):
         title = f"{name}: share with a positive real part"
         figures.heat_map(figure, axis, share, times, title, "share", **figures.SHARES)
     for axis in axes:
@@ -80,15 +79,16 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     scores = induction_scores(model, ids, length, num_steps=num_steps)
     found = spectra(model, times, feed_forward=False)
     even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
-    shares = {f"{name} positive": np.broadcast_to(found[name].positive_share(), scores.shape) for name in ("QK", "OV")}
+    shares = {name: np.broadcast_to(one.positive_share(), scores.shape) for name, one in found.items()}
+    columns = {"score": scores} | {f"{name} positive": share for name, share in shares.items()}
     shown = [
         paragraph(
             f"A sequence of {length} different random tokens is repeated once. The score is a head's mean attention "
             "from a token's second occurrence to the token that followed the first. Uniform attention scores "
             f"{even:.3f}, a perfect induction head 1."
         ),
-        figures.as_html(picture(scores, even, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
-        table_of_heads(time_label(model), times, -scores, {"score": scores, **shares}),
+        figures.as_html(picture(scores, even, shares, times, time_label(model)), "induction scores"),
+        table_of_heads(time_label(model), times, -scores, columns),
     ]
     print(f"induction: the best head scores {scores.max():.3f}; uniform attention {even:.3f}", flush=True)
     numbers = {"length": length, "even": even, "scores": scores.tolist()}

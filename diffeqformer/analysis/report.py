@@ -53,11 +53,7 @@ def in_float32(section: Callable) -> Callable:
 
 
 def check_text(model: Transformer, ids: list[int], name: str) -> None:
-    """Check that a text, from the option `name`, has enough tokens for a section and fits into the positions.
-
-    Raises:
-        UserError: if not.
-    """
+    """Check that a text, from the option `name`, has enough tokens for a section and fits into the positions."""
     if not 2 <= len(ids) <= model.max_length:
         raise UserError(
             f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, "

@@ -114,11 +114,7 @@ def pairs_over_time(
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
-    """The spectra of a model's products at some times. Weights shared by all times count as one time.
-
-    Raises:
-        UserError: if the model has no weights at these times.
-    """
+    """The spectra of a model's products at some times. Weights shared by all times count as one time."""
     # under load, threads of BLAS wait for one another
     with jax.default_matmul_precision("highest"), threadpool_limits(1, "blas"):
         parts = [
@@ -187,9 +183,6 @@ def section(
     Args:
         times: number of times, evenly spaced over the depth; by default the times at which the steps take weights.
         feed_forward: whether to include its products, which take longest.
-
-    Raises:
-        UserError: if there are no weights at these times.
     """
     model = opened.model
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends

@@ -116,11 +116,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def write_json(path: pathlib.Path, data, **options) -> None:
-    """Write data as JSON atomically, with null in place of numbers that JSON can't represent.
-
-    Args:
-        options: of `json.dumps`; by default the file is indented.
-    """
+    """Write data as JSON atomically, by default indented, with null in place of numbers that JSON can't represent."""
     write_text(path, json.dumps(_finite(data), **{"indent": 1, **options}, allow_nan=False) + "\n")
 
 

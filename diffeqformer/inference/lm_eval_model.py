@@ -44,11 +44,9 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         texts have no context); the unknown ids of its texts, and how many of these texts decode to others.
 
     Args:
-        opened: from `checkpoint.load`.
         num_steps: steps of depth; None: as trained.
         batch_size: sequences scored at once, over all devices, or texts written, by each; affects only the speed.
         window: ids that the model sees at once, at most its positions; None: the sequence length of training.
-        mesh: the devices to use; None: all.
     """
 
     def __init__(

@@ -56,10 +56,8 @@ def with_solver(model: Transformer, name: str, config) -> Transformer:
 def split_reader(model: Transformer, num_steps: int | None = None, mesh: Mesh | None = None) -> Reader:
     """What is needed of a model on one grid, without the many arrays of a hypernetwork.
 
-    Args:
-        num_steps: steps of depth; None: as trained.
-        mesh: devices that each get a copy of all; None: everything stays where it is. Weights are made where the
-            hypernetwork is, and divided like it.
+    Each device of a mesh gets a copy of all. Without one, everything stays where it is: weights are made where the
+    hypernetwork is, and divided like it.
     """
     reader = Reader(*split_model(without_depth(model)), weights_at(model, num_steps))
     return on_every_device(reader, mesh) if mesh else reader

@@ -78,11 +78,7 @@ def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Pl
 
 
 def tpu_devices(topology: str, slices: int) -> list:
-    """The devices of one or more slices, which need not exist.
-
-    Raises:
-        UserError: if the compiler doesn't know the topology.
-    """
+    """The devices of one or more slices, which need not exist, but of a topology that the compiler knows."""
     kind, _, shape = topology.partition(":")
     chips = math.prod(map(int, re.findall(r"\d+", shape)))
     if kind == "v5e" and chips > 256:  # libtpu would end the process
@@ -115,9 +111,6 @@ def size_of_temporaries(buffers: str) -> int:
     """The bytes of the part of the main memory that all temporary values share.
 
     XLA's `memory_analysis` can state half as many again, but isn't what the compiler compares with a chip's memory.
-
-    Raises:
-        ValueError: if another compiler writes them in another way.
     """
     # The main memory has no color.
     found = re.findall(r"^allocation \d+: size (\d+)(?:, page \d+)?, preallocated-temp:", buffers, re.M)

@@ -26,7 +26,6 @@ from diffeqformer.console.progress import BITS_AT, read_curves
 from diffeqformer.console.results import markdown_table, results_folder, spread, title, write_json, write_text
 from diffeqformer.errors import UserError, printable
 
-METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
 COLUMNS = ("model", "runs", "seeds", "trained parameters")
 COLUMNS += ("at step", "perplexity", "bits/byte", "best bits/byte", "at step of best", "tokens/s")
@@ -60,16 +59,13 @@ class Validated(NamedTuple):
     def best_step(self) -> int:
         return min(self.curve, key=self.curve.get)
 
-    def best(self) -> float:
-        return self.curve[self.best_step()]
-
 
 def read_run(folder: str) -> list[Validated]:
     """Read a run's config and curves: in its own number of steps first, then in others in which it was trained."""
     opened = checkpoint.open_to_read(folder)
     shapes = checkpoint.saved_arrays(opened.folder, opened.step, REPLACED)
     curves = read_curves(folder)
-    curve = {step: bits for step, bits in curves.get(METRIC, {}).items() if not math.isnan(bits)}
+    curve = {step: bits for step, bits in curves.get("validation/bits_per_byte", {}).items() if not math.isnan(bits)}
     if not curve:
         raise UserError(f"{folder}: there is no validation here yet, or its text has unknown ids and so no bits/byte")
     run = Validated(
@@ -122,7 +118,7 @@ def table(groups: dict[str, list[Validated]]) -> str:
         cells = [label, str(len(runs)), distinct([run.config.seed for run in runs])]
         cells += [distinct([run.parameters for run in runs]), distinct(ends) + unfinished]
         cells += [spread([run.perplexity for run in runs], 2) if runs[0].perplexity else ""]
-        cells += [spread([run.end() for run in runs], 4), spread([run.best() for run in runs], 4)]
+        cells += [spread([run.end() for run in runs], 4), spread([min(run.curve.values()) for run in runs], 4)]
         cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
         rows.append(cells)
     return markdown_table(list(COLUMNS), rows)

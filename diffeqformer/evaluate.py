@@ -46,11 +46,10 @@ def score_checkpoint(options) -> dict | None:
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [config.num_steps]
-    models = {name: with_solver(opened.model, name, config) for name in options.solver}
-    rows = itertools.product(models or {config.solver: opened.model}, steps)
+    models = {name: with_solver(opened.model, name, config) for name in options.solver or [config.solver]}
     scorers = [  # invalid options fail here, before anything is scored
-        ({"solver": name, "num_steps": number}, Scorer(models.get(name, opened.model), number, options.batch_size))
-        for name, number in rows
+        ({"solver": name, "num_steps": number}, Scorer(models[name], number, options.batch_size))
+        for name, number in itertools.product(models, steps)
     ]
     results = {
         **header(options.workdir, opened),

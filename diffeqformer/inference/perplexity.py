@@ -1,5 +1,6 @@
 """The two perplexities of a text (docs/evaluation.md defines them), and the table and figure of them by depth."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -29,28 +30,21 @@ COLUMNS = {
 }
 
 
+@dataclasses.dataclass
 class Evaluation:
-    """A text, to be scored by one or more models.
+    """A text, to be scored by one or more models."""
 
-    Args:
-        documents: texts and their ids, of which the last is end-of-text.
-        stride: tokens between the starts of the full perplexity's windows.
-        text_bytes: of the text before a tokenizer changed it; None: those of `documents`.
-    """
+    documents: list[tuple[str, list[int]]]  # texts and their ids, of which the last is end-of-text
+    name: str
+    window: int
+    stride: int  # tokens between the starts of the full perplexity's windows
+    bytes: int | None = None  # of the text before a tokenizer changed it; None: those of the documents
 
-    def __init__(
-        self,
-        documents: Iterable[tuple[str, list[int]]],
-        name: str,
-        window: int,
-        stride: int,
-        text_bytes: int | None = None,
-    ):
-        self.documents, self.name, self.window, self.stride = list(documents), name, window, stride
+    def __post_init__(self):
         if not self.documents:
-            raise UserError(f"{name}: there is nothing in it but white space; choose another text")
-        sizes = (len(text.encode()) for text, _ in self.documents)
-        self.bytes = sum(sizes) if text_bytes is None else text_bytes
+            raise UserError(f"{self.name}: there is nothing in it but white space; choose another text")
+        if self.bytes is None:
+            self.bytes = sum(len(text.encode()) for text, _ in self.documents)
 
     @functools.cached_property
     def windows(self) -> Int[np.ndarray, "N window"]:

@@ -71,7 +71,7 @@ def open_text(
     """The text of `text_of`."""
     name = ", ".join(files) if files else f"{task}: the {options.split} split"
     if stored:
-        documents = stored_documents(stored, opened.tokenizer)
+        documents = list(stored_documents(stored, opened.tokenizer))
         return Evaluation(documents, name, window, stride, stored.text_bytes)
     layout, own = layout_of(opened.config.data), {"field": options.text_field, "separator": options.separator}
     layout = layout._replace(**{name: value for name, value in own.items() if value is not None})
@@ -87,7 +87,7 @@ def open_text(
         raise UserError(f"--split: {task} has {', '.join(texts.splits)}, but it is '{options.split}'")
     with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
         every = [text for text in texts.documents(options.split) if text.strip()]
-    documents = ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
+    documents = [(text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every]
     return Evaluation(documents, name, window, stride)
 
 

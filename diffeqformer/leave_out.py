@@ -90,23 +90,16 @@ def find_order(options, opened: checkpoint.Checkpoint, windows: list[Stretch], n
     return removed
 
 
-def write_fitted(
-    opened: checkpoint.Checkpoint,
-    left_out: list[int],
-    batches: list[np.ndarray],
-    epochs: int,
-    workdir: str,
-    to: epath.Path,
-) -> None:
+def write_fitted(options, opened: checkpoint.Checkpoint, left_out: list[int], batches: list[np.ndarray]) -> None:
     """Write the layers that are left, fitted to the batches, as a run of one checkpoint, into an empty folder."""
-    config, about = opened.config.copy_and_resolve_references(), opened.about
+    config, about, to = opened.config.copy_and_resolve_references(), opened.about, epath.Path(options.to)
     kept = [layer for layer in range(config.model.num_steps) if layer not in left_out]
     trained = (about.materialized_from or {}).get("model", config.model.to_dict())
     config.model.update(num_steps=len(kept), left_out="", training_depths="")
     config.name = to.name or config.name
-    origin = {"workdir": workdir, "step": opened.step, "model": trained}
+    origin = {"workdir": options.workdir, "step": opened.step, "model": trained}
     about = dataclasses.replace(about, config=config.to_dict(), materialized_from=origin, time_spent=None)
-    layers = fitted_layers(opened.model, batches, kept, epochs)
+    layers = fitted_layers(opened.model, batches, kept, options.epochs)
     checkpoint.save_alone(to, opened.step, split_model(opened.model)[1] | {"depth": {"layers": layers}}, about)
     tokens = sum(batch.size for batch in batches)
     print(f"{to}: {counted(len(kept), 'layer')}, fitted to {tokens:,} tokens; use it with --workdir={to}")
@@ -150,21 +143,20 @@ def leave_out(options) -> None:
     opened = checkpoint.load(options.workdir, step=options.step)
     order, fewest = check_options(options, opened)
     window = window_size(options.window, opened.config, opened.model.max_length, "--window")
-    to = epath.Path(options.to) if options.to else None
-    if to:
+    if options.to:
         states = jax.ShapeDtypeStruct((options.fit_windows, window, opened.model.field.width), jnp.float32)
         check_free(f"--fit_windows: the states of {counted(options.fit_windows, 'window')}", states, 5)
-    with new_checkpoints(to, "--to") if to else contextlib.nullcontext():
+    with new_checkpoints(epath.Path(options.to), "--to") if options.to else contextlib.nullcontext():
         task, files, stored = text_of(options, opened)
         windows = open_text(options, opened, task, files, stored, window, window).windows
         with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
             if not order:
                 stretches = [Stretch(row, 1) for row in windows[: options.windows].tolist()]
                 order = find_order(options, opened, stretches, name_of_text(options, task, files), fewest)
-            if to:
+            if options.to:
                 windows = windows[: options.fit_windows]
                 batches = [windows[first : first + BATCH] for first in range(0, len(windows), BATCH)]
-                write_fitted(opened, order, batches, options.epochs, options.workdir, to)
+                write_fitted(options, opened, order, batches)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeqformer.checkpoints.checkpoint import Checkpoint
-from diffeqformer.console.results import write_json, write_text
+from diffeqformer.console.results import whole_file, write_json, write_text
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer
 
@@ -117,7 +117,6 @@ def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]
     numbers = {**about, **{section.name: section.numbers for section in sections}}
     arrays = {f"{section.name}/{name}": array for section in sections for name, array in section.arrays.items()}
     if arrays:
-        partial = folder / "arrays.partial.npz"
-        np.savez_compressed(partial, **arrays)
-        partial.replace(folder / "arrays.npz")
+        with whole_file(folder / "arrays.npz", "xb") as file:
+            np.savez_compressed(file, **arrays)
     write_json(folder / "results.json", numbers)  # last: others look for it

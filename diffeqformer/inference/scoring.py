@@ -128,7 +128,10 @@ class Scorer:
         Sequences of similar length share a batch, after which `show` is called.
         """
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
-        self._check_room(max(lengths, default=0))
+        states = jax.ShapeDtypeStruct(
+            (self.batch_size // self.mesh.size, max(lengths, default=0), self.width), jnp.float32
+        )
+        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)  # there are more arrays
         order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
         results, waiting, done = [None] * len(sequences), None, 0
         total = sum(len(sequence.ids) - sequence.first for sequence in sequences)
@@ -155,11 +158,6 @@ class Scorer:
                 show(done, total)
             waiting = batch
         return results
-
-    def _check_room(self, length: int) -> None:
-        """Check that the states of a batch of sequences of so many positions fit into the memory of a device."""
-        states = jax.ShapeDtypeStruct((self.batch_size // self.mesh.size, length, self.width), jnp.float32)
-        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)  # there are more arrays
 
     def _positions(self, inputs: int) -> int:
         """How many positions some inputs are padded to."""

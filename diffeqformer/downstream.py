@@ -62,12 +62,8 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
         return evaluator.evaluate(lm=model, task_dict=tasks, **how)
 
 
-Study = tuple[Tasks, pathlib.Path, dict]
-"""The tasks, the folder of results, and what models have scored so far, of process 0 alone."""
-
-
-def open_study(options, shots: list[int], window: int) -> Study:
-    """Load the tasks, for models of at least this window, and make the folder."""
+def open_study(options, shots: list[int], window: int) -> tuple[Tasks, pathlib.Path, dict]:
+    """The tasks, for models of at least this window, the folder of results, and what models have scored so far."""
     if options.output:  # before the work whose results it will hold
         results_folder(options.output, options.workdir[0])
     tasks = load_tasks(options.tasks, options.include, shots, window)
@@ -81,8 +77,8 @@ def open_study(options, shots: list[int], window: int) -> Study:
     return tasks, results_folder(options.output, options.workdir[0], "downstream"), report
 
 
-def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
-    """Run all tasks with one model, a `HarnessModel`, and write each one's results when it is done."""
+def run_tasks(study: tuple[Tasks, pathlib.Path, dict], workdir: str, model, shots: int) -> None:
+    """Run all tasks of `open_study` with one model, a `HarnessModel`, and write each one's results when it is done."""
     label, start, (tasks, folder, report) = f"{workdir}, {model.num_steps} steps", time.monotonic(), study
     said = f"{counted(len(tasks.rows), 'task')}, {counted(shots, 'shot')}"
     print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
@@ -126,7 +122,7 @@ def run_all(options) -> None:
     shots = whole_numbers("--shots", options.shots, 0)
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
     window = min(check_model(workdir, options.step, steps, options.window) for workdir in options.workdir)
-    study = None
+    study = None  # but of process 0
     with hosts.all_succeed("the tasks"):
         if hosts.is_first():
             study = open_study(options, shots, window)

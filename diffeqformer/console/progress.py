@@ -16,6 +16,7 @@ from diffeqformer.console.terminal import duration
 from diffeqformer.errors import reachable
 
 FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
+BITS_AT = "bits_per_byte_at_"  # begins the names of a validation's scalars for other steps than `model.num_steps`
 
 
 def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
@@ -52,10 +53,6 @@ def _events(content: bytes) -> Iterator[Event]:
         except DecodeError:
             return
         at += 12 + length + 4
-
-
-BITS_AT = "bits_per_byte_at_"
-"""The names of a validation's scalars for other steps of depth than `model.num_steps` begin with this."""
 
 
 class TensorBoard:

@@ -33,8 +33,7 @@ METRICS = ("acc", "exact_match", "f1", "bits_per_byte", "word_perplexity", "perp
 On ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models. The length-normalised
 `acc_norm` isn't."""
 PERCENT = ("acc", "exact_match", "f1")
-COUNTS = ("contexts", "contexts_cut", "unknown_tokens", "altered_texts")
-"""Of `HarnessModel.counts`."""
+COUNTS = ("contexts", "contexts_cut", "unknown_tokens", "altered_texts")  # of `HarnessModel.counts`
 
 
 class Tasks(NamedTuple):

@@ -178,11 +178,9 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str):
 def section(
     opened: Checkpoint, *, num_steps: int | None = None, times: int | None = None, feed_forward: bool = True
 ) -> Section:
-    """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
+    """Eigenvalues and singular values of QK, OV and the feed-forward's products, which take longest, over time.
 
-    Args:
-        times: number of times, evenly spaced over the depth; by default the times at which the steps take weights.
-        feed_forward: whether to include its products, which take longest.
+    `times` are as many, evenly spaced over the depth; by default those at which the steps take weights.
     """
     model = opened.model
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends

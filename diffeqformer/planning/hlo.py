@@ -14,8 +14,7 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "
 class Module:
     """A dumped program (a module, as XLA calls it): its `computations` and `origins`.
 
-    Args:
-        rounds: how often a loop runs on average whose number of rounds is computed; 0: there is none.
+    A loop whose number of rounds is computed has so many `rounds` on average; 0: there is no such loop.
     """
 
     def __init__(self, text: str, rounds: float = 0):

@@ -16,7 +16,6 @@ from diffeqformer.analysis import attention_maps, induction, lyapunov, sensitivi
 from diffeqformer.analysis.clustering import relative_distances
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.console.results import write_json
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
@@ -134,11 +133,6 @@ def test_pieces_are_what_tokens_add_to_the_text_and_readable_ones_can_make_one(s
     pieces, ids = sensitivity.text_pieces(tokenizer, tokenizer.encode(text)), induction.readable_ids(tokenizer)
     assert "".join(pieces) == text and " sees" in pieces
     assert tokenizer.end_of_text not in ids and {*tokenizer.encode(text)} <= {*ids}
-
-
-def test_what_json_does_not_know_is_null(tmp_path):
-    write_json(tmp_path / "a.json", {"a": [1.0, -np.inf, (np.nan,)], "b": "x", "c": None})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1.0, None, [None]], "b": "x", "c": None}
 
 
 @pytest.mark.parametrize("kind, field, shared", [("diffeqformer", "gpt", 4), ("llama", "llama", 2)])

@@ -58,14 +58,11 @@ def results(workdir, text):
     return said.getvalue(), json.loads((folder / "results.json").read_text()), folder
 
 
-def options(workdir, **changes) -> types.SimpleNamespace:
+def score(workdir, **changes) -> dict:
     given = dict.fromkeys("step task files remote module window stride output text_field separator".split())
     given |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
-    return types.SimpleNamespace(**given | {"perplexity": "both", "per_document": False} | changes)
-
-
-def score(workdir, **changes) -> dict:
-    return evaluation_command.score_checkpoint(options(workdir, **changes))
+    given |= {"perplexity": "both", "per_document": False}
+    return evaluation_command.score_checkpoint(types.SimpleNamespace(**given | changes))
 
 
 def losses_of(model: Transformer, solver: str, num_steps: int):

@@ -9,7 +9,7 @@ from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import sampling
-from diffeqformer.inference.reader import CHUNK, Reader, read_prompt, read_token
+from diffeqformer.inference.reader import CHUNK, Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.sampling import Choice, Text, draw, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, split_model, weights_at
@@ -17,10 +17,6 @@ from helpers import FAMILY, build_model, forward, lively_model, logits_of, long_
 
 BYTES = ByteTokenizer()
 LENGTH = 2 * CHUNK + 20  # no multiple of a chunk
-
-
-def padded(ids, length=3 * CHUNK):
-    return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
 
 
 CASES = [(*row, MODELS[row[0]].solver) for row in FAMILY]
@@ -37,9 +33,9 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
     expected = logits_of(graph, params, weights, ids[None])[0]
     scale, reader = float(jnp.abs(expected).max()), Reader(graph, params, weights)
     for count in (1, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH):
-        logits, _ = read_prompt(reader, padded(ids), count)
+        logits, _ = read_prompt(reader, padded_prompt(ids.tolist(), LENGTH), count)
         np.testing.assert_allclose(logits[0], expected[count - 1], atol=5e-6 * scale)
-    logits, cache = read_prompt(reader, padded(ids[: CHUNK // 2]), CHUNK // 2)
+    logits, cache = read_prompt(reader, padded_prompt(ids[: CHUNK // 2].tolist(), LENGTH), CHUNK // 2)
     for position in range(CHUNK // 2, LENGTH):
         old = cache
         logits, cache = read_token(reader, cache, ids[position : position + 1], position)

@@ -74,10 +74,11 @@ def test_what_the_outputs_encoding_lacks_is_escaped_and_a_variable_of_jax_change
     assert json.loads(done.stdout)["prompt"] == "é 🙂"
 
 
-def test_names_of_any_bytes_are_written(tmp_path):
+def test_names_of_any_bytes_are_written_and_null_for_what_json_does_not_know(tmp_path):
     name = b"caf\xe9".decode("utf-8", "surrogateescape")
-    write_json(tmp_path / "results.json", {"é": name}, ensure_ascii=False)
-    assert json.loads((tmp_path / "results.json").read_text("utf-8")) == {"é": name}
+    write_json(tmp_path / "results.json", {"é": name, "a": [1.0, -np.inf, (np.nan,)], "b": None}, ensure_ascii=False)
+    expected = {"é": name, "a": [1.0, None, [None]], "b": None}
+    assert json.loads((tmp_path / "results.json").read_text("utf-8")) == expected
 
 
 def test_a_work_folder_whose_path_tensorstore_cannot_read_is_refused(run, tmp_path):

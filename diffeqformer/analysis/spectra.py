@@ -121,11 +121,8 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
             {name: spectrum(*pair) for name, pair in pairs.items()}
             for pairs in pairs_over_time(model, times, feed_forward)
         ]
-    return {
-        name: Spectrum(*(np.concatenate(arrays) for arrays in zip(*(part[name] for part in parts))))
-        for name in PRODUCTS
-        if name in parts[0]
-    }
+    found = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    return {name: found[name] for name in PRODUCTS if name in found}
 
 
 def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str):

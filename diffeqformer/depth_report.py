@@ -74,14 +74,8 @@ def megabytes(model: Transformer, num_steps: int) -> float:
 def milliseconds_per_token(opened: checkpoint.Checkpoint, num_steps: int) -> float:
     """The time in which a short text grows by a token: the median of those after the first two, which compile."""
     model = opened.model
-    written = write_tokens(
-        model,
-        [0],
-        count=min(34, model.max_length - 1),
-        key=random_key(0, "sample"),
-        vocab_size=opened.tokenizer.vocab_size,
-        num_steps=num_steps,
-    )
+    how = {"key": random_key(0, "sample"), "vocab_size": opened.tokenizer.vocab_size, "num_steps": num_steps}
+    written = write_tokens(model, [0], count=min(34, model.max_length - 1), **how)
     times = [time.monotonic() for _ in written]
     return 1000 * statistics.median(after - before for before, after in itertools.pairwise(times[1:]))
 

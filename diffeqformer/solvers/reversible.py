@@ -91,41 +91,31 @@ def reversible_form(solver):
     return dataclasses.replace(solver, step=step, nodes=nodes, begin=begin, read=read, increments=(forth, back))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def last_pair(
-    increments: Callable[..., list[Callable[..., Array]]],
-    at_nodes: Callable[..., list[dict]],
-    pair: Pair,
-    stacked: PyTree,
-    constant: PyTree,
-    step_sizes: Float[Array, "L"],
-    keys: Array | None,
+    steps, pair: Pair, stacked: PyTree, constant: PyTree, step_sizes: Float[Array, "L"], keys: Array | None
 ) -> Pair:
     """The pair after all steps, of which the backward pass stores nothing else.
 
     Args:
-        increments: (dt, step, keys) -> forth and back in a step, counted from 0: (layers, x) -> increment.
-        at_nodes: (layers, constant) -> the layers at the solver's nodes.
+        steps: `solver.Steps`.
         stacked, constant: see `checkpointing.last_state`.
     """
 
     def body(pair, inputs):
         step, dt, layers = inputs
-        layers = at_nodes(layers, constant)
-        here = (functools.partial(one, layers) for one in increments(dt, step, keys))
-        after = advance(*here, pair, dt)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), after, pair), None
+        return steps.advance(pair, layers, constant, step, dt, keys), None
 
     return jax.lax.scan(body, pair, (jnp.arange(len(step_sizes)), step_sizes, stacked))[0]
 
 
-def _forward(increments, at_nodes, pair, stacked, constant, step_sizes, keys):
-    last = last_pair(increments, at_nodes, pair, stacked, constant, step_sizes, keys)
+def _forward(steps, pair, stacked, constant, step_sizes, keys):
+    last = last_pair(steps, pair, stacked, constant, step_sizes, keys)
     return last, (last, stacked, constant, step_sizes, keys)
 
 
-def _backward(increments, at_nodes, residuals, d_last):
-    _, d_pair, d_stacked, d_constant = undo(increments, at_nodes, d_last, *residuals)
+def _backward(steps, residuals, d_last):
+    _, d_pair, d_stacked, d_constant = undo(steps, d_last, *residuals)
     return d_pair, d_stacked, d_constant, None, None
 
 
@@ -133,8 +123,7 @@ last_pair.defvjp(_forward, _backward)
 
 
 def undo(
-    increments: Callable[..., list[Callable[..., Array]]],
-    at_nodes: Callable[..., list[dict]],
+    steps,
     d_last: Pair,
     last: Pair,
     stacked: PyTree,
@@ -151,8 +140,8 @@ def undo(
     def back_one(carry, inputs):
         (x, y), (d_x, d_y), d_constant = carry
         step, dt, layers = inputs
-        (forth, back), a = increments(dt, step, keys), coupling(dt)
-        layers, pull_layers = jax.vjp(at_nodes, layers, constant)
+        (forth, back), a = steps.increments(dt, step, keys), coupling(dt)
+        layers, pull_layers = jax.vjp(steps.at_nodes, layers, constant)
         change, pull = jax.vjp(back, layers, x)
         y, (d_back, d_added) = y + change, pull(-d_y)
         d_x = d_x + d_added
@@ -163,6 +152,6 @@ def undo(
         return (Pair(x, y), d_pair, jax.tree.map(jnp.add, d_constant, d_same)), d_layers
 
     start = last, d_last, jax.tree.map(jnp.zeros_like, constant)
-    steps = jnp.arange(len(step_sizes)), step_sizes, stacked
-    (first, d_first, d_constant), d_stacked = jax.lax.scan(back_one, start, steps, reverse=True)
+    inputs = jnp.arange(len(step_sizes)), step_sizes, stacked
+    (first, d_first, d_constant), d_stacked = jax.lax.scan(back_one, start, inputs, reverse=True)
     return first, d_first, d_stacked, d_constant

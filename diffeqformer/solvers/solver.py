@@ -173,48 +173,35 @@ def walk(
 
     Args:
         weights: the weights at the solver's nodes in every step, and the steps' sizes.
-        remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed.
+        remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed. Only for the last x.
         snapshots: number of states that are stored, with the `remat` binomial.
         trajectory: return x after every step, [L, B, S, D], instead of the last x.
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
             state, with the new tokens' keys and values from `context.position` on.
     """
     steps, state = Steps(solver, field, weights, context), solver.begin(x, weights.step_sizes[0])
-    if cache is None and not trajectory:
-        return solver.read(last_of_steps(steps, weights, state, remat, snapshots))
-    layers, whole = by_node(steps, weights)
+    (layers, whole), keys, sizes = by_node(steps, weights), context.keys, weights.step_sizes
+    if remat == "binomial":
+        return solver.read(last_state(steps.advance, snapshots, state, layers, whole, sizes, keys))
+    if remat == "reversible" and solver.reversible:
+        return solver.read(last_pair(steps, state, layers, whole, sizes, keys))
 
     def body(carry, inputs):
         state, cache = carry
         step, dt, layers = inputs
         attend = cache and CachedAttention(cache, step * solver.evaluations, context.position)
-        state = steps.advance(state, layers, whole, step, dt, context.keys, attend)
+        state = steps.advance(state, layers, whole, step, dt, keys, attend)
         return (state, attend and attend.cache), solver.read(state) if trajectory else None
 
-    numbers = jnp.arange(len(weights.step_sizes))
-    (state, cache), states = jax.lax.scan(body, (state, cache), (numbers, weights.step_sizes, layers))
-    return states if trajectory else (solver.read(state), cache)
-
-
-def last_of_steps(steps: Steps, weights: StackedWeights, state: PyTree, remat: str, snapshots: int) -> PyTree:
-    """The solver's state after all steps, from that before the first of them. The arguments are those of `walk`."""
-    layers, whole = by_node(steps, weights)
-    keys, numbers = steps.context.keys, jnp.arange(len(weights.step_sizes))
-    inputs = state, layers, whole, weights.step_sizes, keys
-    if remat == "binomial":
-        return last_state(steps.advance, snapshots, *inputs)
-    if remat == "reversible" and steps.solver.reversible:
-        return last_pair(steps.increments, steps.at_nodes, *inputs)
-
-    def body(state, inputs):
-        step, dt, layers = inputs
-        return steps.advance(state, layers, whole, step, dt, keys), None
-
     adapted = any("a" in layer for layer in weights.layers.values())
-    if remat != "none" or adapted or weights.gather is not identity:
+    alone = cache is None and not trajectory
+    if alone and (remat != "none" or adapted or weights.gather is not identity):
         # In a scan, common expressions of different steps can't be merged anyway.
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
-    return jax.lax.scan(body, state, (numbers, weights.step_sizes, layers))[0]
+    (last, cache), states = jax.lax.scan(body, (state, cache), (jnp.arange(len(sizes)), sizes, layers))
+    if trajectory:
+        return states
+    return solver.read(last) if cache is None else (solver.read(last), cache)
 
 
 def by_node(steps: Steps, weights: StackedWeights) -> tuple[list[dict] | None, list[dict] | None]:

@@ -89,9 +89,7 @@ class Chunks:
             last, d_last, keys = examples
             steps, _ = self.steps(layers, number, step_sizes, keys)
             nodes, pull = jax.vjp(lambda layers: by_node(*self.steps(layers, number, step_sizes, keys))[0], layers)
-            first, d_first, d_nodes, _ = undo(
-                steps.increments, steps.at_nodes, d_last, last, nodes, None, step_sizes, keys
-            )
+            first, d_first, d_nodes, _ = undo(steps, d_last, last, nodes, None, step_sizes, keys)
             return jax.tree.map(jnp.add, total, pull(d_nodes)[0]), (first, d_first)
 
         d_layers, found = jax.lax.scan(one_microbatch, jax.tree.map(jnp.zeros_like, layers), (last, d_last, keys))

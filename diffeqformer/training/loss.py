@@ -115,7 +115,13 @@ class ShardedLoss:
         if self.projections:
             depth = select(depth, lambda path: path[-1] != "projection")
             factors = self.projections.factors(len(grid.times), summed_type)
-        generate = functools.partial(self.generated_layers, params, grid, made_type, summed_type)
+
+        def generate(depth, factors):
+            """The layers in the type of their gradient: the part that trains, and the frozen part."""
+            model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
+            made = model.depth(grid, self.projections.projects(factors, made_type)) if factors else model.depth(grid)
+            return self.trained_and_frozen({"depth": {"layers": in_type(made, summed_type)}})
+
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         layers["depth"]["layers"] = in_type(layers["depth"]["layers"], made_type)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.generator_specs}})
@@ -123,9 +129,13 @@ class ShardedLoss:
 
         def on_device(trained, frozen, step_sizes, teacher_state, tokens, keys):
             trained = gather(trained, specs, ("generator",))
-            loss_of = functools.partial(
-                self.microbatch_loss, model.stack, frozen, step_sizes, teacher_state, microbatches / count
-            )
+
+            def loss_of(trained, tokens, keys):
+                others = merge_trees(trained, frozen)
+                layers = others.pop("depth")["layers"]
+                scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(microbatches / count)
+                return self.local_loss(others, model.stack(layers, step_sizes), tokens, keys, scored, teacher_state)
+
             loss, gradient = accumulate_gradients(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
@@ -153,28 +163,6 @@ class ShardedLoss:
         if model.depth.constant:
             return float32, float32
         return model.dtype, float32 if microbatches * self.mesh.size > 1 else model.dtype
-
-    def generated_layers(
-        self, params: dict, grid: Grid, made_type: jnp.dtype, summed_type: jnp.dtype, depth: dict, factors: dict
-    ) -> tuple[dict, dict]:
-        """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
-
-        They have the type of their gradient, and are differentiated with respect to `depth`, the trained parameters of
-        the depth weights, and to `factors` in the place of each P.
-        """
-        model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
-        made = model.depth(grid, self.projections.projects(factors, made_type)) if factors else model.depth(grid)
-        layers = in_type(made, summed_type)
-        return self.trained_and_frozen({"depth": {"layers": layers}})
-
-    def microbatch_loss(
-        self, stack: Callable, frozen: dict, step_sizes, teacher_state, scale, trained: dict, tokens, keys
-    ) -> Float[Array, ""]:
-        """One device's part of a microbatch's mean loss. `scale` is 1 / its scored positions on all devices."""
-        others = merge_trees(trained, frozen)
-        layers = others.pop("depth")["layers"]
-        scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored, teacher_state)
 
     def local_loss(
         self, others: dict, weights: StackedWeights, tokens, keys, scored, teacher_state=None

@@ -94,7 +94,7 @@ class Transformer(nnx.Module):
         self.most_steps = max(longest_grid(config, depth) for depth in trained_depths(config))  # in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
-        self.snapshots = config.snapshots
+        self.snapshots, self.generate_chunk = config.snapshots, config.generate_chunk
         self.max_length, self.vocab_size, self.head_gain = config.max_length, config.vocab_size, gain_of(config)
         self.field = field = vector_field(config)
         embedding, rows = {"decays": True, "always_trains": True}, padded_vocabulary(config)

@@ -119,13 +119,13 @@ def test_surrounding_code_can_ask_for_more():
 
 def test_sums_are_in_float32():
     """Of gradients over microbatches and chunks, in a model that computes in bfloat16."""
-    model = lively_model("diffeqformer", dtype="bfloat16")
+    model = lively_model("diffeqformer", dtype="bfloat16", generate_chunk=2)
     graph, params = split_model(model)
     loss = ShardedLoss(graph, params, ONE_DEVICE, kernels="xla")
     tokens = jnp.zeros((16, 16), jnp.int32)
     _, gradient = jax.eval_shape(lambda params: loss.value_and_grad(params, tokens, None, 2), params)
     assert gradient["depth"]["layers"]["qkv"]["projection"].d_kernel.dtype == jnp.float32
-    loss = ChunkedLoss(graph, params, ONE_DEVICE, plain, 2)
+    loss = ChunkedLoss(graph, params, ONE_DEVICE, plain)
     layers = functools.partial(Chunks(loss, model, 2).layers, loss.chunked(model, model.grid()).features[0])
     specs = (loss.param_specs["depth"],), loss.generator_specs
     made = jax.eval_shape(on_each_device(ONE_DEVICE, layers, *specs), params["depth"])

@@ -10,14 +10,12 @@ adds to its dP once for each chunk, instead of keeping the gradients of all weig
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from diffeqformer.depth.depths import chunk_length
@@ -164,13 +162,7 @@ class ChunkedSteps(NamedTuple):
 
 
 class ChunkedLoss(ShardedLoss):
-    """The same loss, where weights exist for a chunk of at most `chunk` steps at a time, a number that divides them."""
-
-    def __init__(
-        self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable, chunk: int, teacher: Any = None
-    ):
-        super().__init__(graph, params, mesh, attend, teacher=teacher)
-        self.chunk = chunk
+    """The same loss, where weights exist for a chunk of at most `model.generate_chunk` steps at a time."""
 
     @at_its_precision
     def value_and_grad(
@@ -200,7 +192,8 @@ class ChunkedLoss(ShardedLoss):
 
     def chunked(self, model: Transformer, grid: Grid) -> ChunkedSteps:
         """The steps of a grid in chunks of equal length."""
-        length, features = chunk_length(len(grid.ends), self.chunk), jnp.asarray(model.depth.features(grid.times))
+        length = chunk_length(len(grid.ends), model.generate_chunk)
+        features = jnp.asarray(model.depth.features(grid.times))
         features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])
         return ChunkedSteps(features, jnp.asarray(grid.step_sizes, jnp.float32).reshape(-1, length))
 

@@ -86,10 +86,8 @@ class Program:
         )
         chunk, self.config_of_teacher = config.model.generate_chunk, teacher
         self.teacher = teacher and Teacher(teacher, self.mesh, config.teacher_weight)
-        if chunk:
-            self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk, self.teacher)
-        else:
-            self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels, self.teacher)
+        loss, kernels = (ChunkedLoss, None) if chunk else (ShardedLoss, config.kernels)
+        self.loss = loss(self.graph, abstract, self.mesh, attend, kernels, self.teacher)
         of_params, everywhere = shardings(self.mesh, self.loss.param_specs), NamedSharding(self.mesh, EVERYWHERE)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
         self.optimizer = Optimizer(config, decays, self.loss.projections, self.trained(of_params))

@@ -60,42 +60,33 @@ class Factors(NamedTuple):
         return jnp.broadcast_to(self.h.T, (len(by_input), *self.h.T.shape)) @ by_input
 
 
-class Products(NamedTuple):
-    """How the products with one P are computed.
-
-    project: (h, P, B) -> kernel
-    gradients: (h, P, dW) -> (dH, dB, sum of squares of dP), in fp32
-    """
-
-    project: Callable[..., Array]
-    gradients: Callable[..., tuple[Array, Array, Array]]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def project_with_factors(
     h: Float[Array, "T E"],
     projection: Float[Array, PROJECTION],
     constant: Float[Array, "inputs outputs"],
     factors: Factors,
-    products: Products,
+    projects: Callable[..., Array],
+    gradients: Callable[..., tuple[Array, Array, Array]],
 ) -> Float[Array, KERNEL]:
     """Like `project`, except that dP is the gradient of `factors`, as factors. For P itself, the gradient is zero.
 
     Args:
         factors: of the same shapes and types as P's gradient. Their values aren't used.
-        products: the implementation. It may round the kernel to a shorter type than that of its gradient in `factors`,
+        projects: (h, P, B) -> kernel. It may round the kernel to a shorter type than that of its gradient in `factors`,
             in which it is returned.
+        gradients: (h, P, dW) -> (dH, dB, sum of squares of dP), in fp32.
     """
-    return products.project(h, projection, constant).astype(factors.d_kernel.dtype)
+    return projects(h, projection, constant).astype(factors.d_kernel.dtype)
 
 
-def _with_factors_forward(h, projection, constant, factors, products):
-    return project_with_factors(h, projection, constant, factors, products), (h, projection)
+def _with_factors_forward(h, projection, *others):
+    return project_with_factors(h, projection, *others), (h, projection)
 
 
-def _with_factors_backward(products, residuals, d_kernel):
+def _with_factors_backward(_, gradients, residuals, d_kernel):
     h, projection = residuals
-    d_h, d_constant, sum_squares = products.gradients(h, projection, d_kernel)
+    d_h, d_constant, sum_squares = gradients(h, projection, d_kernel)
     return d_h, None, d_constant, Factors(h, d_kernel, sum_squares)
 
 

@@ -13,14 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from diffeqformer.depth.projection import (
-    Factors,
-    Products,
-    d_hidden_and_constant,
-    project,
-    project_with_factors,
-    sum_of_squares,
-)
+from diffeqformer.depth.projection import Factors, d_hidden_and_constant, project, project_with_factors, sum_of_squares
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, on_each_device
 from diffeqformer.transformer import Transformer
@@ -84,16 +77,16 @@ class Projections:
 
         Pallas kernels make the weights in `made_type`.
         """
+        made = {}
+        for name, of in factors.items():
+            projects, gradients = self._products(name, made_type)
+            made[name] = functools.partial(project_with_factors, factors=of, projects=projects, gradients=gradients)
+        return made
 
-        def with_factors(h, projection, constant, *, name):
-            products = self._products(name, made_type)
-            return project_with_factors(h, projection, constant, factors[name], products)
-
-        return {name: functools.partial(with_factors, name=name) for name in factors}
-
-    def _products(self, name: str, made_type: jnp.dtype) -> Products:
+    def _products(self, name: str, made_type: jnp.dtype) -> tuple[Callable, Callable]:
+        """The last two arguments of `project_with_factors` for a layer."""
         if name not in self.fused:
-            return Products(project, self._xla_gradients)
+            return project, self._xla_gradients
         from diffeqformer.kernels import generator
 
         specs, made = self.specs[name], self.generator_specs[name]["kernel"]
@@ -106,7 +99,7 @@ class Projections:
         project_here = functools.partial(generator.project, dtype=made_type, **self.how)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         results = EVERYWHERE, specs["constant"], EVERYWHERE
-        return Products(
+        return (
             on_each_device(self.mesh, project_here, places, made),
             on_each_device(self.mesh, summed_gradients, (*places[:2], made), results),
         )

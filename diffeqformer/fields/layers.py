@@ -184,19 +184,15 @@ def layer_norm(
         variance = jnp.mean(centred * centred, -1, keepdims=True)
     else:
         variance = jnp.maximum(jnp.mean(x * x, -1, keepdims=True) - mean * mean, 0.0)
-    mean, inverse = saved_statistics(mean, jax.lax.rsqrt(variance + epsilon))
+    # Statistics by this name aren't computed again in the backward pass (`diffeqformer.solvers.solver.REMAT`).
+    mean, inverse = (checkpoint_name(value, "norm") for value in (mean, jax.lax.rsqrt(variance + epsilon)))
     return (x - mean) * inverse * weights["scale"] + weights["shift"]
-
-
-def saved_statistics(*statistics: Float[Array, "*B 1"]) -> tuple[Float[Array, "*B 1"], ...]:
-    """A norm's statistics, which aren't computed again in the backward pass (`diffeqformer.solvers.solver.REMAT`)."""
-    return tuple(checkpoint_name(value, "norm") for value in statistics)
 
 
 def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
     """RMSNorm over the last axis, in fp32; with a shift if the weights have one."""
     x = x.astype(jnp.float32)
-    [inverse] = saved_statistics(jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon))
+    inverse = checkpoint_name(jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon), "norm")
     y = x * inverse * weights["scale"]
     return y + weights["shift"] if "shift" in weights else y
 

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffeqformer.fields.layers import Context, Linear, Norm
+from diffeqformer.fields.rotary import Rotary
 
 
 class VectorField(abc.ABC):
@@ -37,7 +38,7 @@ class Block(VectorField):
 
     head_width, key_value_heads: K and G; a key and a value serve H / G heads in a row.
     learned_positions: the model adds a learned position embedding to the tokens.
-    rotated: the number of a head's entries that positions rotate in pairs, so that it must be even.
+    rotary: the rotations of queries and keys, if there are any.
     tied_head: logits come from the transposed token embedding.
     embedding_stddev: standard deviation of the token embedding at initialisation.
     generator_decays: if a hypernetwork generates the weights, weight decay acts on all parameters (the authors' runs).
@@ -53,7 +54,7 @@ class Block(VectorField):
     head_width: int
     key_value_heads: int
     mlp: int
-    rotated: int
+    rotary: Rotary | None
     tied_head: bool
     embedding_stddev: float
 
@@ -61,6 +62,11 @@ class Block(VectorField):
     @abc.abstractmethod
     def from_config(cls, config, vanilla: bool) -> "Block":
         """The block for the `model` part of a config; with `vanilla`, the block of the usual GPT or Llama."""
+
+    @property
+    def rotated(self) -> int:
+        """The number of a head's entries that positions rotate in pairs, so that it must be even."""
+        return self.rotary.rotated if self.rotary else 0
 
     @abc.abstractmethod
     def layers(self) -> dict[str, Linear | Norm]:

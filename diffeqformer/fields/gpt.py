@@ -20,7 +20,6 @@ class GPT(Block):
     branch's output, as in the authors' code (which never applies its attention dropout).
 
     tanh_gelu: GELU in its approximate form, with tanh.
-    rotary: the rotations of queries and keys, if there are any.
     """
 
     width: int
@@ -30,7 +29,6 @@ class GPT(Block):
     epsilon: float
 
     learned_positions: ClassVar[bool] = True
-    rotated: ClassVar[int] = 0
     tied_head: ClassVar[bool] = True
     embedding_stddev: ClassVar[float] = 0.02
     generator_decays: ClassVar[bool] = False

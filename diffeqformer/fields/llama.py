@@ -84,10 +84,6 @@ class Llama(Block):
         )
 
     @property
-    def rotated(self) -> int:
-        return self.rotary.rotated
-
-    @property
     def embedding_stddev(self) -> float:
         """As published; that of the usual head if the embedding is the head, too."""
         return 0.02 if self.tied_head else 1.0

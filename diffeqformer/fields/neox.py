@@ -42,7 +42,3 @@ class NeoX(GPT):
             rotary=Rotary.of(config, int(config.rotary_fraction * head_width_of(config))),
             tied_head=config.tied_head,
         )
-
-    @property
-    def rotated(self) -> int:
-        return self.rotary.rotated

@@ -154,12 +154,12 @@ def test_shapes_tell_what_the_loops_over_depth_store():
     config.batch_size = 16  # a device has one example at a time
     program = Program(config, make_mesh((4, 2, 1)), (flash, ""))
     for remat, of_token in (("step", 4 * width), ("products", 4 * width + 2 * (4 * width + mlp) + 4 * heads)):
-        loops = bytes_of_loops(program, 3, remat)
-        assert loops.stored == 3 * 16 * (of_token + 16)
+        weights, stored, gradient = bytes_of_loops(program, 3, remat)
+        assert stored == 3 * 16 * (of_token + 16)
         kernels = 4 * width * width + 2 * width * mlp
         vectors = 2 * (3 * width + width + mlp + width) + 4 * 4 * width  # biases, and norms in fp32
-        assert loops.gradient == 3 * (2 * kernels // 2 + vectors)  # each of two devices has half of the rows
-        assert 0 <= loops.weights - loops.gradient < 100  # and the steps' numbers and sizes
+        assert gradient == 3 * (2 * kernels // 2 + vectors)  # each of two devices has half of the rows
+        assert 0 <= weights - gradient < 100  # and the steps' numbers and sizes
 
 
 @pytest.mark.parametrize("remat, solver, states", [("binomial", "euler", 3), ("reversible", "reversible_euler", 2)])

@@ -17,7 +17,6 @@ workspaces and fragments, isn't in the account.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +160,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         kept = jax.eval_shape(abstract_model(config).solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
         stored = states_kept * bytes_of(kept)
     else:
-        stored = bytes_of_loops(program, num_steps, model.remat).stored
+        _, stored, _ = bytes_of_loops(program, num_steps, model.remat)
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
     after = sums = {"embeddings' gradient": 4 * matrix * (1 if vector_field(model).tied_head else 2)}
@@ -190,16 +189,10 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     return parts | max(moments, key=lambda moment: sum(moment.values()))
 
 
-class Loops(NamedTuple):
-    """The bytes on a device that the loops over depth read and write."""
-
-    weights: int
-    stored: int
-    gradient: int
-
-
-def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
-    """What the train step's loops over depth would read and write with another `model.remat`."""
+def bytes_of_loops(program: Program, num_steps: int, remat: str) -> tuple[int, int, int]:
+    """The bytes on a device of the weights that the train step's loops over depth would read with another
+    `model.remat`, and of what they would store and of the gradient that they would write.
+    """
     config = program.config.copy_and_resolve_references()
     config.model.remat = remat
     program = Program(config, program.mesh, (program.loss.attend, ""), program.config_of_teacher)
@@ -213,7 +206,7 @@ def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
         max((scan for scan in found if scan.params["reverse"] == reverse), key=written.get) for reverse in (False, True)
     )
     read = bytes_by_step(forward.invars, forward.params["jaxpr"].in_avals)
-    return Loops(read, written[forward], written[backward])
+    return read, written[forward], written[backward]
 
 
 def bytes_by_step(variables: list, in_a_step: list) -> int:

@@ -1,7 +1,5 @@
 """AdamW as published, or Muon: clipping, weight decay masks, warm-up and cosine decay, or a stable rate."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -237,17 +235,6 @@ class Optimizer:
             for leaves, leaf in zip(found, new):
                 leaves[path] = leaf
         return [traverse_util.unflatten_dict(leaves) for leaves in found]
-
-
-def like_parameters(state: optax.OptState, of_params: dict, otherwise: Any) -> optax.OptState:
-    """A tree like an optimizer's state that has, for the moments of each parameter, what `of_params` has for it."""
-    leaves = traverse_util.flatten_dict(of_params)
-
-    def of(path, _):
-        names = tuple(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
-        return next((leaves[names[at:]] for at in range(len(names)) if names[at:] in leaves), otherwise)
-
-    return jax.tree_util.tree_map_with_path(of, state)
 
 
 def is_factors(leaf) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from clu import metrics
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -24,7 +25,7 @@ from diffeqformer.parallel.mesh import divide_generator
 from diffeqformer.parallel.sharding import EVERYWHERE, identity, partition, shardings
 from diffeqformer.training.chunks import ChunkedLoss
 from diffeqformer.training.loss import ShardedLoss
-from diffeqformer.training.optimizer import Optimizer, decay_mask, like_parameters
+from diffeqformer.training.optimizer import Optimizer, decay_mask
 from diffeqformer.training.teacher import Teacher
 from diffeqformer.transformer import (
     Transformer,
@@ -92,7 +93,14 @@ class Program:
         decays = self.trained(decay_mask(model, config.optimizer.decay))
         self.optimizer = Optimizer(config, decays, self.loss.projections, self.trained(of_params))
         moments = jax.eval_shape(self.optimizer.whole.init, self.trained(abstract))
-        of_moments = like_parameters(moments, self.trained(of_params), otherwise=everywhere)
+        of_moments = optax.tree_map_params(
+            self.optimizer.whole,
+            lambda leaf, place: leaf if isinstance(leaf, optax.MaskedNode) else place,
+            moments,
+            self.trained(of_params),
+            transform_non_params=lambda _: everywhere,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        )
         self.state_shardings = {"params": of_params, "optimizer": of_moments, "step": everywhere}
         shapes = {"params": abstract, "optimizer": moments, "step": jax.ShapeDtypeStruct((), jnp.int32)}
         self.state_shapes = placed(shapes, self.state_shardings)

@@ -135,7 +135,7 @@ def sum_copies(values, specs):
     """The sums of arrays over the devices that hold copies of the same part. Used within `on_each_device`."""
 
     def add(value, spec):
-        others = set(AXES) - set(axes_of(spec))
-        return jax.lax.psum(value, tuple(axis for axis in AXES if axis in others and jax.lax.axis_size(axis) > 1))
+        cut = axes_of(spec)
+        return jax.lax.psum(value, tuple(axis for axis in AXES if axis not in cut and jax.lax.axis_size(axis) > 1))
 
     return jax.tree.map(add, values, specs)

@@ -29,7 +29,6 @@ steps, and less for long ones: 2.1 if h = 1/4.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -57,35 +56,21 @@ def coupling(dt: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.exp(-COUPLING * dt)
 
 
-def advance(forth: Callable[..., Array], back: Callable[..., Array], pair: Pair, dt: Float[Array, ""]) -> Pair:
-    """The pair after a step.
-
-    Args:
-        forth, back: (state) -> the solver's increment over dt, and over -dt from the end of the step.
-    """
-    a = coupling(dt)
-    x = a * pair.x + (1 - a) * pair.y + forth(pair.y)
-    return Pair(x, pair.y - back(x))
-
-
-def increment(solver, nodes: list[int], sign: int, field, context, dt, layers: list[dict], x: Array) -> Array:
-    """The increment of a solver over dt, or with the sign -1 over -dt. `nodes` are the places of its layers."""
-    return solver.step(field, [layers[node] for node in nodes], x, sign * dt, context) - x
-
-
 def reversible_form(solver):
     """The reversible form of a one-step solver (`solver.Solver`)."""
-    nodes, mirrored = solver.nodes, [1 - node for node in solver.nodes]
-    if solver.order == 1:
-        mirrored = nodes
-    nodes = tuple(sorted({*nodes, *mirrored}))
-    forth, back = (
-        functools.partial(increment, solver, [nodes.index(node) for node in places], sign)
-        for places, sign in ((solver.nodes, 1), (mirrored, -1))
-    )
+    mirrored = solver.nodes if solver.order == 1 else [1 - node for node in solver.nodes]
+    nodes = tuple(sorted({*solver.nodes, *mirrored}))
+
+    def increment(taken, sign, field, context, dt, layers, x):
+        """Over dt, or with the sign -1 over -dt, with the weights at the nodes `taken`."""
+        return solver.step(field, [layers[nodes.index(node)] for node in taken], x, sign * dt, context) - x
+
+    forth, back = functools.partial(increment, solver.nodes, 1), functools.partial(increment, mirrored, -1)
 
     def step(field, layers, pair, dt, context):
-        return advance(*(functools.partial(one, field, context, dt, layers) for one in (forth, back)), pair, dt)
+        a = coupling(dt)
+        x = a * pair.x + (1 - a) * pair.y + forth(field, context, dt, layers, pair.y)
+        return Pair(x, pair.y - back(field, context, dt, layers, x))
 
     read = operator.attrgetter("x")
     return dataclasses.replace(solver, step=step, nodes=nodes, begin=begin, read=read, increments=(forth, back))

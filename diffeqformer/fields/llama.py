@@ -74,7 +74,7 @@ class Llama(Block):
             key_value_heads=config.key_value_heads or config.heads,
             head_width=head_width_of(config),
             mlp=config.mlp,
-            rotary=Rotary.of(config, head_width_of(config)),
+            rotary=Rotary(config.max_length, head_width_of(config), config.rope_theta, config.rope_scaling),
             norm_of_norm=config.norm_of_norm and not vanilla,
             epsilon=config.norm_epsilon or (1e-5 if vanilla else 1e-6),
             final_epsilon=config.norm_epsilon or 1e-5,

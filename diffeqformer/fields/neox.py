@@ -33,12 +33,13 @@ class NeoX(GPT):
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "NeoX":
         """The same block for a GPT-NeoX and for a DiffEqFormer."""
+        rotated = int(config.rotary_fraction * head_width_of(config))
         return cls(
             width=config.width,
             heads=config.heads,
             head_width=head_width_of(config),
             mlp=config.mlp,
             epsilon=config.norm_epsilon or 1e-5,
-            rotary=Rotary.of(config, int(config.rotary_fraction * head_width_of(config))),
+            rotary=Rotary(config.max_length, rotated, config.rope_theta, config.rope_scaling),
             tied_head=config.tied_head,
         )

@@ -63,11 +63,6 @@ class Rotary:
     theta: float = 10_000.0
     scaling: str = ""
 
-    @classmethod
-    def of(cls, config, rotated: int) -> "Rotary":
-        """Those of the `model` part of a config."""
-        return cls(config.max_length, rotated, config.rope_theta, config.rope_scaling)
-
     def rotate(self, x: Float[Array, "B S any K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S any K"]:
         """Rotate each pair (k, k + R / 2) of the first R entries of every head by the angle of its position, in fp32.
 

@@ -10,7 +10,6 @@ from diffeqformer import inspect
 from diffeqformer.depth.depths import drawn_depth, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.training import loop, room
-from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program, training_grid
 from helpers import ONE_DEVICE, build_model, first_state, lively_model, tokens_of, toy_config
 from runs import curves
@@ -79,8 +78,8 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     config = toy_config(steps=8, eval_every=4, **options)
     expected_depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
     assert set(expected_depths[:4]) != {6} and len(set(expected_depths)) == 3
-    asked, seen, num_steps = [], [], Run.num_steps
-    monkeypatch.setattr(Run, "num_steps", lambda run, step: asked.append(num_steps(run, step)) or asked[-1])
+    asked, seen = [], []
+    monkeypatch.setattr(loop, "drawn_depth", lambda *of: asked.append(drawn_depth(*of)) or asked[-1])
     whole = nnx.state(loop.train(config, tmp_path / "whole"))
     assert asked == expected_depths
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):

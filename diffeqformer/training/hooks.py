@@ -57,10 +57,6 @@ class Hooks:
         self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
         self.compiled, self.pending = set(), collections.deque()
 
-    def begin_trace(self, number: int, state: dict) -> None:
-        """Begin the trace if it is due at a step, counted from 1."""
-        self.progress.pause(self.tracer.before(number, state))
-
     def before_step(self, num_steps: int) -> None:
         """Begin the time of a compilation, if this number of steps of depth is new."""
         if num_steps not in self.compiled:

@@ -21,6 +21,7 @@ from diffeqformer.console.results import title
 from diffeqformer.data.preparation import tokenizer_of
 from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.errors import Stopped, counted, out_of_memory, printable, reason_of
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
@@ -184,15 +185,15 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
 
     A UserError says if the loss or the gradient is no longer finite, or a checkpoint can't be written.
     """
-    first, run = int(state["step"]), with_teacher(run)
+    first, config, run = int(state["step"]), run.config, with_teacher(run)
     hooks = Hooks(run, first, notice)
     run.clock.lap("start-up")
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         hooks.show_validation(first, state["params"])
     with hooks.tracer:
-        for number in range(first + 1, run.config.steps + 1):
-            hooks.begin_trace(number, state)
-            num_steps, batch = run.num_steps(number), run.batch(number)
+        for number in range(first + 1, config.steps + 1):
+            hooks.progress.pause(hooks.tracer.before(number, state))
+            num_steps, batch = drawn_depth(run.program.depths, config.seed, number - 1), run.batch(number)
             hooks.before_step(num_steps)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, scalars = run.program.train_step(state, batch, num_steps, *run.teacher_state)

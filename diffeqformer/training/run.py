@@ -31,7 +31,6 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared, store_folder
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.errors import UserError
 from diffeqformer.orbax import ocp
 from diffeqformer.parallel import hosts
@@ -85,10 +84,6 @@ class Run:
             self.program.batch_sharding,
             lambda index: self.splits["train"].batch(step - 1, *shape, config.seed, rows=index[0]),
         )
-
-    def num_steps(self, step: int) -> int:
-        """The number of steps of depth in a step of training, counted from 1."""
-        return drawn_depth(self.program.depths, self.config.seed, step - 1)
 
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""

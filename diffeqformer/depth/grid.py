@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 TRAINING_TIMES = ("fixed", "shifted")
 """The times at which weights that are functions of time are trained (`model.training_times`).
@@ -45,9 +44,3 @@ class Grid:
         """`span` times each step's part of the depth, in fp32, from float64 unless the ends are on the device."""
         sizes = self.ends.__array_namespace__().diff(self.ends, prepend=0.0)
         return jnp.asarray(self.span * sizes, jnp.float32)
-
-
-def shifted_grid(grid: Grid, nodes: tuple[float, ...], key: Key[Array, ""]) -> Grid:
-    """A uniform grid, on the host, moved back by a random part of a step for one training step (`TRAINING_TIMES`)."""
-    ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
-    return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes, grid.span)

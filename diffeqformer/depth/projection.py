@@ -39,14 +39,6 @@ def project(
     return (batched @ projection).swapaxes(0, 1) + constant
 
 
-def d_hidden_and_constant(
-    projection: Float[Array, PROJECTION], d_kernel: Float[Array, KERNEL]
-) -> tuple[Float[Array, "T E"], Float[Array, "inputs outputs"]]:
-    """The gradients of h and B, in fp32."""
-    d_h = jnp.einsum("ito,ieo->ite", d_kernel.swapaxes(0, 1), projection).sum(0)
-    return d_h, d_kernel.sum(0, dtype=jnp.float32)
-
-
 class Factors(NamedTuple):
     """The gradient of a P as its factors, and the sum of its squares. It has the place of P in a tree of gradients."""
 

@@ -89,9 +89,7 @@ def parameter(
     decays: bool = False,
     always_trains: bool = False,
 ) -> nnx.Param:
-    """An fp32 parameter drawn from N(mean, stddev^2).
-
-    The other arguments are kept as metadata.
+    """An fp32 parameter drawn from N(mean, stddev^2), with the other arguments as metadata.
 
     Args:
         axes: the logical axis of each dimension (`diffeqformer.parallel.sharding`).

@@ -60,9 +60,6 @@ def train(
             unless the run is told to stop.
         given: see `diffeqformer.training.finetune.inherit`.
 
-    Returns:
-        The trained model.
-
     Raises:
         UserError: for anything the user can fix; the message says how.
         Stopped: after a notice to stop (`diffeqformer.parallel.hosts.Notice`), once the run has saved a checkpoint.

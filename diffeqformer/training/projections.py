@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from diffeqformer.depth.projection import Factors, d_hidden_and_constant, project, project_with_factors, sum_of_squares
+from diffeqformer.depth.projection import Factors, project, project_with_factors, sum_of_squares
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, on_each_device
 from diffeqformer.transformer import Transformer
@@ -107,7 +107,8 @@ class Projections:
     def _xla_gradients(self, h, projection, d_kernel):
         """On a CPU, dP is stored in any case, so its squares are summed."""
         squares = jnp.sum(Factors(h, d_kernel, 0).product() ** 2) if self.on_cpu else sum_of_squares(h, d_kernel)
-        return *d_hidden_and_constant(projection, d_kernel), squares
+        d_h = jnp.einsum("ito,ieo->ite", d_kernel.swapaxes(0, 1), projection).sum(0)
+        return d_h, d_kernel.sum(0, dtype=jnp.float32), squares
 
     def update(
         self,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Key
 from ml_collections import ConfigDict
 
 from diffeqformer.depth.depths import chunk_lengths, trained_depths
-from diffeqformer.depth.grid import Grid, shifted_grid
+from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.memory import placed
@@ -49,7 +49,9 @@ def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""],
     grid = model.grid(num_steps)
     if how == "fixed":
         return grid
-    return shifted_grid(grid, model.solver.nodes, jax.random.fold_in(random_key(seed, "times"), step))
+    key = jax.random.fold_in(random_key(seed, "times"), step)
+    ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
+    return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), model.solver.nodes, grid.span)
 
 
 class Program:

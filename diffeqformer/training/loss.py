@@ -8,7 +8,8 @@ The path of a batch of tokens [B, S] (L steps of depth; T times, the product of 
       tokens [b, S]       -> x(0) [b, S, D]                              embedding, gathered
       x(0), layers        -> x(1) [b, S, D]                              one scan over L; a step gathers W(t_n) alone
       x(1)                -> loss, a scalar                              head, without ever holding all logits
-    d loss / d layers and d loss / d other parameters                    summed over microbatches, then over devices
+    d loss / d layers and d loss / d other parameters                    summed over microbatches in fp32, then once
+                                                                         over the devices that hold the same part
     d loss / d layers     -> d loss / d generator                        pulled back once
 """
 
@@ -96,10 +97,6 @@ class ShardedLoss:
         teacher_state: PyTree = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
-
-        The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
-        other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that
-        hold copies of the same part. Finally they are pulled back through the generator, once.
 
         Args:
             keys: one dropout key for each example, or None.

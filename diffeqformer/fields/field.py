@@ -1,6 +1,7 @@
 """The interface of a vector field: the right-hand side of dx/dt = f(x; t), given the weights at time t."""
 
 import abc
+import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffeqformer.fields.layers import Context, Linear, Norm
-from diffeqformer.fields.rotary import Rotary
 
 
 class VectorField(abc.ABC):
@@ -31,12 +31,14 @@ class VectorField(abc.ABC):
         return attention.astype(jnp.float32) + self.feed_forward(weights, x, context).astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
 class Block(VectorField):
     """The vector field of a language model: a transformer block, and the properties that the model depends on.
 
     A block is a frozen dataclass of sizes. It lists its layers; the depth weights turn that list into parameters.
+    What follows are fields, properties or, where all blocks of a type have the same, variables of the class:
 
-    head_width, key_value_heads: K and G; a key and a value serve H / G heads in a row.
+    key_value_heads: G, where a key and a value serve H / G heads in a row.
     learned_positions: the model adds a learned position embedding to the tokens.
     rotary: the rotations of queries and keys, if there are any.
     tied_head: logits come from the transposed token embedding.
@@ -45,18 +47,14 @@ class Block(VectorField):
     settings: the fields of a config's `model` part that it reads, beside those of the same name.
     """
 
+    width: int  # D
+    heads: int  # H
+    head_width: int  # K
+    mlp: int  # F
+
     learned_positions: ClassVar[bool]
     generator_decays: ClassVar[bool]
     settings: ClassVar[tuple[str, ...]] = ()
-
-    width: int
-    heads: int
-    head_width: int
-    key_value_heads: int
-    mlp: int
-    rotary: Rotary | None
-    tied_head: bool
-    embedding_stddev: float
 
     @classmethod
     @abc.abstractmethod

@@ -22,10 +22,6 @@ class GPT(Block):
     tanh_gelu: GELU in its approximate form, with tanh.
     """
 
-    width: int
-    heads: int
-    head_width: int
-    mlp: int
     epsilon: float
 
     learned_positions: ClassVar[bool] = True

@@ -44,11 +44,7 @@ class Llama(Block):
     epsilon, shift: of the block's norms, but not of the final one.
     """
 
-    width: int
-    heads: int
     key_value_heads: int
-    head_width: int
-    mlp: int
     rotary: Rotary
     norm_of_norm: bool
     epsilon: float

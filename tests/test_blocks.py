@@ -1,5 +1,9 @@
 """The blocks of pretrained models: grouped queries, rotations, biases, tied heads, and the block of GPT-NeoX."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,10 +14,46 @@ from diffeqformer.errors import UserError
 from diffeqformer.fields.rotary import Rotary, table
 from diffeqformer.inference.reader import CHUNK, Reader, padded_prompt, read_prompt, read_token
 from diffeqformer.transformer import split_model, vector_field, weights_at
-from helpers import lively_model, logits_of, toy_config
+from helpers import forward, lively_model, logits_of, loss_and_gradient, toy_config
 
+LLAMA3 = "8,1,4,32"  # of eight-entry heads at theta 20, one pair is fast, one slow, and two are between
+TOKENS = np.random.RandomState(0).randint(64, size=(2, 16))
 GROUPED = {"key_value_heads": 2, "head_width": 6}
+ALL = {"biases": "all", "norm_epsilon": 0.3, "rope_theta": 20.0, "rope_scaling": LLAMA3, "tied_head": True}
 PART = {"rotary_fraction": 0.75, "rope_theta": 20.0, "norm_epsilon": 0.3}
+
+
+@pytest.mark.parametrize(
+    "kind, changes, options",
+    [
+        ("llama", GROUPED, {}),
+        ("llama", ALL, {"theta": 20.0, "scaling": (8, 1, 4, 32)}),
+        ("neox", PART, {"theta": 20.0, "rotary_fraction": 0.75, "unit_steps": True}),
+    ],
+)
+def test_a_block_agrees_with_the_float64_reference(kind, changes, options):
+    """Logits, and the gradient of every parameter."""
+    model = lively_model(kind, num_steps=2, **changes)
+    graph, params = split_model(model)
+    if epsilon := changes.get("norm_epsilon"):
+        options = options | {"epsilon": epsilon}
+    solver = functools.partial(reference.euler if kind == "neox" else reference.lie_trotter, **options)
+    with jax.enable_x64(True):
+
+        def loss_of(params):
+            blocks = reference.per_layer_blocks(params, 2)
+            forward = functools.partial(reference.forward, params, blocks, solver, heads=4)
+            logits = jax.vmap(lambda row: forward(tokens=row, final_epsilon=epsilon or 1e-5)[0])(TOKENS)
+            return reference.loss(logits, TOKENS), logits
+
+        exact = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), params)
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
+    ours = forward(model, TOKENS)
+    np.testing.assert_allclose(ours, logits, atol=3e-6 * np.abs(logits).max())
+    _, found = loss_and_gradient(graph, params, jnp.asarray(TOKENS), None)
+    for path, expected in jax.tree.leaves_with_path(gradients):
+        mine = functools.reduce(lambda tree, part: tree[part.key], path, found)
+        assert np.linalg.norm(np.asarray(mine) - expected) < 2e-5 * np.linalg.norm(expected), path
 
 
 @pytest.mark.parametrize("kind, changes", [("llama", GROUPED), ("neox", PART)])

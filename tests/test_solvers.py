@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from diffeqformer import reference
 from diffeqformer.depth.generated import time_features
@@ -12,9 +13,9 @@ from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import ONE_STEP, SOLVERS, walk
-from diffeqformer.training.step import training_grid
+from diffeqformer.training.step import Program, training_grid
 from diffeqformer.transformer import split_model, weights_at
-from helpers import lively_model
+from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
 
 
 class ReferenceField(VectorField):
@@ -108,3 +109,19 @@ def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends():
     assert 0.4 < np.mean(shifts) < 0.6 and np.min(shifts) < 0.1 and np.max(shifts) > 0.9
     on_host = time_features(np.asarray(grid.times), 8, 1000.0)
     np.testing.assert_allclose(time_features(grid.times, 8, 1000.0), on_host, atol=2e-4)
+
+
+@pytest.mark.long
+def test_a_training_step_takes_the_weights_of_its_times():
+    config = toy_config(model__training_times="shifted", model__num_steps=2, optimizer__warmup_fraction=0.0, seed=3)
+    program, losses, tokens = Program(config, ONE_DEVICE), [], jnp.asarray(tokens_of(0, config))
+    plain = jax.jit(lambda params, weights: reference.loss(nnx.merge(program.graph, params)(tokens, weights), tokens))
+    for step in range(3):
+        state = first_state(program) | {"step": jnp.int32(step)}
+        model = nnx.merge(program.graph, state["params"])
+        grid = training_grid(model, "shifted", config.seed, jnp.int32(step))
+        weights = model.weights(Grid(np.asarray(grid.ends), np.asarray(grid.times)))
+        expected = plain(state["params"], weights)
+        losses.append(float(program.train_step(state, tokens)[1]["loss"]))
+        assert losses[-1] == pytest.approx(float(expected), rel=1e-5)
+    assert len(set(losses)) == 3

@@ -3,10 +3,12 @@
     python experiments/recipe.py --at_once=2     # configs/tiny.py on two CPU cores; some hours
     python experiments/recipe.py --at_once=2 --config=experiments/twelve_steps.py --rates=4e-3,8e-3,1.6e-2 \
         --forms="llama, muon;llama's block, interpolated, muon"
+    python experiments/recipe.py --at_once=2 --config=experiments/larger.py --steps=4000 --rates=4e-3,8e-3,1.6e-2 \
+        --forms="llama, muon;llama's block, interpolated, muon"    # an hour for two runs side by side
 
 tuning.py says how they are run. Rates are found on the text of python_packages.py, and the runs shown have the config's
-own text, which the choice hasn't seen. The times of a train step and of a written token are measured once, in
-alternating rounds with the baseline's, on the CPU.
+own text, which the choice hasn't seen, unless that is the same. The times of a train step and of a written token are
+measured once, in alternating rounds with the baseline's, on the CPU.
 """
 
 import collections
@@ -122,7 +124,9 @@ def main(_) -> None:
     for form in wanted:
         if form not in FORM:
             sys.exit(f"--forms: must be of {'; '.join(FORM)}, but one is {form!r}")
-    texts = {"packages": write_corpus(pathlib.Path(flags.FLAGS.folder))} | OWN_TEXT
+    texts = {"packages": write_corpus(pathlib.Path(flags.FLAGS.folder))}
+    if Form("gpt").config().data.task != "python_packages":
+        texts |= OWN_TEXT
     for form in wanted:
         if FORM[form].baseline and time_key(form) not in read_results(results_file()):
             add_results(results_file(), {time_key(form): times_of(form)})

@@ -98,7 +98,9 @@ LOCAL = Values(
 
 
 class Unused(NamedTuple):
-    """A case in which a run doesn't use a field, so that a command line may not set it. A file may, for other models.
+    """A case in which a run doesn't use a field, so that a command line may not set it.
+
+    A file may: it serves other models, too.
 
     holds: (config, name of the field) -> whether it is the case.
     why: may hold {}-fields, filled from the config `c`.
@@ -109,14 +111,14 @@ class Unused(NamedTuple):
 
 
 def block_lacks(config: ConfigDict, name: str) -> bool:
-    """Whether the block of a config, which is not a base's, doesn't read a field of the model."""
+    """Whether the block doesn't read a field of the model. With a base, which decides the block, it may."""
     block = FIELDS[config.model.field]
     read = {*block.settings, *(field.name for field in dataclasses.fields(block))}
     return not config.base and name.removeprefix("model.") not in read
 
 
-def is_made(config: ConfigDict, what: str) -> bool:
-    """Whether the config's depth weights have a property, or may have: a base decides."""
+def may_have(config: ConfigDict, what: str) -> bool:
+    """Whether the config's depth weights have a property. With a base, which decides, they may."""
     return bool(config.base) or getattr(MODELS[config.model.kind].weights, what)
 
 
@@ -124,9 +126,9 @@ ADAPTS = Unused(
     lambda c, _: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
     "layers and adapters generate no weights",
 )
-NO_KERNELS = Unused(lambda c, _: not is_made(c, "generates_kernels"), "model.kind {c.model.kind} generates no kernels")
-NO_HYPERNETWORK = Unused(lambda c, _: not is_made(c, "continuous"), "model.kind {c.model.kind} has no hypernetwork")
-NO_SINES = Unused(lambda c, _: not is_made(c, "sinusoidal"), "model.kind {c.model.kind} reads no sines of the time")
+NO_KERNELS = Unused(lambda c, _: not may_have(c, "generates_kernels"), "model.kind {c.model.kind} generates no kernels")
+NO_HYPERNETWORK = Unused(lambda c, _: not may_have(c, "continuous"), "model.kind {c.model.kind} has no hypernetwork")
+NO_SINES = Unused(lambda c, _: not may_have(c, "sinusoidal"), "model.kind {c.model.kind} reads no sines of the time")
 NO_SUCH_NORM = Unused(
     lambda c, name: block_lacks(c, name) or (not c.base and MODELS[c.model.kind].vanilla),
     "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",

@@ -238,8 +238,12 @@ def all_reduces(mesh: Mesh) -> Iterator[Row]:
         if number > 1:
             line = list(mesh.devices.swapaxes(0, place).reshape(number, -1)[:, 0])
             link = chip and (chip.network_rate if number_of_slices(line) > 1 else chip.link_rate)
-            what, seconds = f"all-reduce over {axis}", lambda: seconds_of_all_reduce(mesh, axis, size)
-            yield check(what, remedy, seconds, lambda found: all_reduce(found, size, number, link))
+            yield check(
+                f"all-reduce over {axis}",
+                remedy,
+                lambda: seconds_of_all_reduce(mesh, axis, size),
+                lambda found: all_reduce(found, size, number, link),
+            )
 
 
 def all_reduce(found: Sequence[float], size: int, number: int, link: float | None) -> tuple[str, str, str]:

@@ -122,7 +122,7 @@ def run_all(options) -> None:
     shots = whole_numbers("--shots", options.shots, 0)
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
     window = min(check_model(workdir, options.step, steps, options.window) for workdir in options.workdir)
-    study = None  # but of process 0
+    study = None  # on all processes but the first
     with hosts.all_succeed("the tasks"):
         if hosts.is_first():
             study = open_study(options, shots, window)

@@ -26,7 +26,7 @@ from diffeqformer.inference.scoring import Scorer, Stretch, lead, window_size
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of
 from diffeqformer.parallel import hosts
 
-PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}  # what the methods of `Evaluation` score
+PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}  # by the method of `Evaluation`
 ROUNDS, ENOUGH = 7, 30.0  # of timing; after so many seconds no further one begins
 
 

@@ -7,7 +7,7 @@ The paper's tables come from `diffeqformer.downstream`.
 
 import sys
 
-from diffeqformer.console.surroundings import PATHS, at_home, set_up
+from diffeqformer.console.surroundings import PATHS, at_home, heed_interrupts, set_up
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":
         sys.exit("diffeqformer: harness needs lm-evaluation-harness; pip install 'lm-eval>=0.4.13,<0.5'")
     try:
         set_up()
+        heed_interrupts()
         sys.argv = [argument_at_home(argument) for argument in sys.argv]
         hosts.check_one("harness: lm-eval's own command (`diffeqformer.downstream` takes several)")
         cli_evaluate()

@@ -4,11 +4,11 @@
     python experiments/recipe.py --at_once=2 --config=experiments/twelve_steps.py --rates=4e-3,8e-3,1.6e-2 \
         --forms="llama, muon;llama's block, interpolated, muon"
     python experiments/recipe.py --at_once=2 --config=experiments/larger.py --steps=4000 --rates=4e-3,8e-3,1.6e-2 \
-        --forms="llama, muon;llama's block, interpolated, muon"    # an hour for two runs side by side
+        --forms="llama, muon;llama's block, interpolated, muon"    # two runs take an hour
 
 tuning.py says how they are run. Rates are found on the text of python_packages.py, and the runs shown have the config's
-own text, which the choice hasn't seen, unless that is the same. The times of a train step and of a written token are
-measured once, in alternating rounds with the baseline's, on the CPU.
+own text, which the choice hasn't seen, unless that is the same text. The times of a train step and of a written token
+are measured once, in alternating rounds with the baseline's, on the CPU.
 """
 
 import collections

@@ -24,7 +24,7 @@ TINY = [
 WITHOUT_GLOO = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
-sys.argv[0] = "-m"  # as Python does
+sys.argv[0], sys.orig_argv = "-m", ["diffeqformer"]  # as Python does
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 runpy.run_module("diffeqformer." + sys.argv.pop(1), run_name="__main__", alter_sys=True)

@@ -109,6 +109,17 @@ def test_an_interrupt_of_imports_says_nothing(line, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+def test_other_programs_that_import_the_package_catch_an_interrupt(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import diffeqformer")
+    (tmp_path / "mine" / "__main__.py").write_text("import signal; print(signal.getsignal(signal.SIGINT).__name__)")
+    line = [sys.executable, "-c", HEEDING, sys.executable, "-m", "mine"]
+    done = subprocess.run(
+        line, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout == "default_int_handler\n", done.stderr
+
+
 def test_an_interrupt_within_a_callback_comes_again():
     code = """
 import signal, sys, threading, time

@@ -29,7 +29,7 @@ from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 64  # number of rows of a Jacobian that are computed at once, or between two reports of progress
-OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter")]  # for the end of a step, where other tokens move
+OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter")]  # with these, other tokens move only at its end
 
 
 class LastToken(VectorField):

@@ -53,7 +53,10 @@ def measure(
 def section(
     opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, published_pairing: bool = False
 ) -> Section:
-    """How a text's last token depends on each token, by four measures; `lyapunov.exponents` explains the pairing."""
+    """How a text's last token depends on each token, by four measures.
+
+    `lyapunov.exponents` explains `published_pairing`.
+    """
     model = opened.model
     tokens, pieces = jnp.asarray(ids), text_pieces(opened.tokenizer, ids)
     logits = model(tokens[None], weights_at(model, num_steps))[0, -1]

@@ -177,7 +177,7 @@ def section(
 ) -> Section:
     """Eigenvalues and singular values of QK, OV and the feed-forward's products, which take longest, over time.
 
-    `times` are as many, evenly spaced over the depth; by default those at which the steps take weights.
+    `times`: how many, evenly spaced over the depth; by default those at which the steps take weights.
     """
     model = opened.model
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends

@@ -64,7 +64,10 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
 
 
 def begin_save(checkpoints: ocp.training.Checkpointer, step: int, items: dict, validation: dict | None = None) -> None:
-    """Start saving in the background, after the save before it has ended. `checkpoints.wait()` raises its errors."""
+    """Start saving in the background, after the save before it has ended. `checkpoints.wait()` raises its errors.
+
+    What is saved may be donated as soon as this returns.
+    """
     checkpoints.wait()  # Orbax itself would wait too late
     saving = checkpoints.save_checkpointables_async(step, items, force=True, metrics=validation)
 

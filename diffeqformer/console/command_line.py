@@ -13,7 +13,7 @@ from traceback import walk_stack
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffeqformer.console.surroundings import at_home, options_at_home, set_up
+from diffeqformer.console.surroundings import at_home, heed_interrupts, options_at_home, set_up
 from diffeqformer.console.terminal import PrintableOutput
 from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, printable, say_and_end, unforeseen
 
@@ -156,8 +156,7 @@ def _run_or_leave(line: list[str], command: Callable[..., None], interrupted: st
     logging.set_verbosity(verbosity)
     sys.unraisablehook = report_unraisable
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see diffeqformer/__init__.py
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        heed_interrupts()
         command(*line[1:])
         sys.stdout.flush()
     except UserError as error:

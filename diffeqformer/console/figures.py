@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")  # Okabe, Ito
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")  # of Okabe and Ito
 FEW = 7  # ticks that fit below a panel of a report
 MANY = 100  # times; more are a line, and have no ticks of their own
 SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # for heat maps with a meaningful middle

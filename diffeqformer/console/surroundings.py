@@ -4,6 +4,7 @@ import codecs
 import json
 import os
 import re
+import signal
 import sys
 
 import jax
@@ -24,6 +25,12 @@ def set_up() -> None:
     codecs.register_error("escaped", _escaped)
     if hasattr(sys.stdout, "reconfigure"):  # not of a notebook
         sys.stdout.reconfigure(errors="escaped")
+
+
+def heed_interrupts() -> None:
+    """Raise KeyboardInterrupt at Ctrl-C, as Python does, from here on (`diffeqformer/__init__.py`)."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

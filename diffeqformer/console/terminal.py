@@ -37,7 +37,10 @@ class PrintableOutput:
 
 
 def show_progress(what: str, unit: str = "tokens", output: io.TextIOBase | None = None) -> Callable[[int, int], None]:
-    """Prints, every five seconds, the finished number and the total, the rate and the time left."""
+    """Prints, every five seconds, the finished number and the total, the rate and the time left.
+
+    `output` is by default the standard output.
+    """
     start = shown = time.monotonic()
 
     def show(done: int, total: int) -> None:

@@ -30,7 +30,7 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(article)
 
 
-WRITTEN = {"@-@": "-", "@,@": ",", "@.@": "."}  # what these stand for
+WRITTEN = {"@-@": "-", "@,@": ",", "@.@": "."}  # WikiText's tokens, and what they stand for
 LEFT = set(", . ; : ! ? % ) ] } ° ′ ″ ½ ¼ ¾ ” ...".split())  # no space before these,
 RIGHT = set("( [ { $ £ € ₤ ¥ “ ‘".split())  # no space after these,
 BOTH = {*WRITTEN, "‑", "—", "⁄"}  # and no space on either side of these

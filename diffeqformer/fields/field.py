@@ -36,7 +36,7 @@ class Block(VectorField):
     """The vector field of a language model: a transformer block, and the properties that the model depends on.
 
     A block is a frozen dataclass of sizes. It lists its layers; the depth weights turn that list into parameters.
-    What follows are fields, properties or, where all blocks of a type have the same, variables of the class:
+    Each of these is a field, a property or, if it is the same for all blocks of a type, a class variable:
 
     key_value_heads: G, where a key and a value serve H / G heads in a row.
     learned_positions: the model adds a learned position embedding to the tokens.

@@ -30,7 +30,7 @@ from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.solvers import Solver
 from diffeqformer.transformer import Transformer, split_model
 
-RIDGE = 0.1  # of the mean of the diagonal of H'H: it is added there, and keeps the kernel close to what it was
+RIDGE = 0.1  # is added to the diagonal of H'H, as a part of its mean, and keeps the kernel close to what it was
 FITTING = ("euler", "lie_trotter")  # the solvers whose step is linear in the output of the feed-forward
 RATE = 5e-4  # of learning, at its highest
 BATCH = 2  # windows of a step of learning

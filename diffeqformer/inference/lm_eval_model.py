@@ -248,5 +248,5 @@ lm_eval.api.model.CachingLM = _Cache  # which lm-eval looks up here
 
 
 def _progress(what: str, unit: str, disabled: bool) -> Callable[[int, int], None]:
-    """Progress on the standard error, as lm-eval's results are on the standard output."""
+    """Progress on the standard error: lm-eval prints its results on the standard output."""
     return (lambda done, total: None) if disabled else show_progress(what, unit, sys.stderr)

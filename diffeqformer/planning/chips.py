@@ -42,7 +42,10 @@ GPUS = {
 
 
 def chip_of(topology: str) -> Tpu | Gpu:
-    """The chip of a slice of TPUs such as v5e:8x8, whose shape isn't checked, or of a number of GPUs such as h100:8."""
+    """The chip of a slice of TPUs such as v5e:8x8, whose shape isn't checked, or of GPUs such as h100:8.
+
+    Raises a UserError if it is neither.
+    """
     kind, _, number = topology.partition(":")
     if kind not in TPUS and (kind not in GPUS or not re.fullmatch("[1-9][0-9]*", number)):
         raise UserError(

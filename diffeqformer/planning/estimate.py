@@ -28,7 +28,9 @@ class Planned(NamedTuple):
 def plan_of(
     program: Program, programs: list[Planned], chip: Tpu | Gpu, slices: int = 1, price: float | None = None
 ) -> dict:
-    """The plan of a run as it is written to a file, from its programs, and the price of a device for an hour.
+    """The plan of a run as it is written to a file, from its programs, train steps from the deepest on.
+
+    `price` is that of a device for an hour.
 
     Without rates and times if there is no train step, or none that was compiled.
     """

@@ -14,7 +14,7 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "
 class Module:
     """A dumped program (a module, as XLA calls it): its `computations` and `origins`.
 
-    A loop whose number of rounds is computed has so many `rounds` on average; 0: there is no such loop.
+    A loop whose number of rounds is computed runs `rounds` times on average; 0: there is no such loop.
     """
 
     def __init__(self, text: str, rounds: float = 0):

@@ -78,7 +78,7 @@ def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Pl
 
 
 def tpu_devices(topology: str, slices: int) -> list:
-    """The devices of one or more slices, which need not exist, but of a topology that the compiler knows."""
+    """The devices of one or more slices, which need not exist. The compiler must know their topology."""
     kind, _, shape = topology.partition(":")
     chips = math.prod(map(int, re.findall(r"\d+", shape)))
     if kind == "v5e" and chips > 256:  # libtpu would end the process

@@ -62,7 +62,7 @@ def reversible_form(solver):
     nodes = tuple(sorted({*solver.nodes, *mirrored}))
 
     def increment(taken, sign, field, context, dt, layers, x):
-        """Over dt, or with the sign -1 over -dt, with the weights at the nodes `taken`."""
+        """The increment over dt, or with the sign -1 over -dt, with the weights at the nodes `taken`."""
         return solver.step(field, [layers[nodes.index(node)] for node in taken], x, sign * dt, context) - x
 
     forth, back = functools.partial(increment, solver.nodes, 1), functools.partial(increment, mirrored, -1)

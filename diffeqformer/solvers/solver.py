@@ -173,7 +173,8 @@ def walk(
 
     Args:
         weights: the weights at the solver's nodes in every step, and the steps' sizes.
-        remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed. Only for the last x.
+        remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed. It has no effect
+            with a trajectory or a cache.
         snapshots: number of states that are stored, with the `remat` binomial.
         trajectory: return x after every step, [L, B, S, D], instead of the last x.
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
@@ -181,9 +182,10 @@ def walk(
     """
     steps, state = Steps(solver, field, weights, context), solver.begin(x, weights.step_sizes[0])
     (layers, whole), keys, sizes = by_node(steps, weights), context.keys, weights.step_sizes
-    if remat == "binomial":
+    alone = cache is None and not trajectory
+    if alone and remat == "binomial":
         return solver.read(last_state(steps.advance, snapshots, state, layers, whole, sizes, keys))
-    if remat == "reversible" and solver.reversible:
+    if alone and remat == "reversible" and solver.reversible:
         return solver.read(last_pair(steps, state, layers, whole, sizes, keys))
 
     def body(carry, inputs):
@@ -194,7 +196,6 @@ def walk(
         return (state, attend and attend.cache), solver.read(state) if trajectory else None
 
     adapted = any("a" in layer for layer in weights.layers.values())
-    alone = cache is None and not trajectory
     if alone and (remat != "none" or adapted or weights.gather is not identity):
         # In a scan, common expressions of different steps can't be merged anyway.
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)

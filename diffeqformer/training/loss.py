@@ -126,13 +126,9 @@ class ShardedLoss:
 
         def on_device(trained, frozen, step_sizes, teacher_state, tokens, keys):
             trained = gather(trained, specs, ("generator",))
-
-            def loss_of(trained, tokens, keys):
-                others = merge_trees(trained, frozen)
-                layers = others.pop("depth")["layers"]
-                scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(microbatches / count)
-                return self.local_loss(others, model.stack(layers, step_sizes), tokens, keys, scored, teacher_state)
-
+            loss_of = functools.partial(
+                self.microbatch_loss, model.stack, frozen, step_sizes, teacher_state, microbatches / count
+            )
             loss, gradient = accumulate_gradients(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
@@ -160,6 +156,15 @@ class ShardedLoss:
         if model.depth.constant:
             return float32, float32
         return model.dtype, float32 if microbatches * self.mesh.size > 1 else model.dtype
+
+    def microbatch_loss(
+        self, stack: Callable, frozen: dict, step_sizes, teacher_state, scale, trained: dict, tokens, keys
+    ) -> Float[Array, ""]:
+        """One device's part of a microbatch's mean loss. `scale` is 1 / its scored positions on all devices."""
+        others = merge_trees(trained, frozen)
+        layers = others.pop("depth")["layers"]
+        scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
+        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored, teacher_state)
 
     def local_loss(
         self, others: dict, weights: StackedWeights, tokens, keys, scored, teacher_state=None

@@ -190,8 +190,9 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
 
 
 def bytes_of_loops(program: Program, num_steps: int, remat: str) -> tuple[int, int, int]:
-    """The bytes on a device of the weights that the train step's loops over depth would read with another
-    `model.remat`, and of what they would store and of the gradient that they would write.
+    """The bytes on a device of what the train step's loops over depth would need with another `model.remat`.
+
+    These are the weights that they read, what they store, and the gradient that they write.
     """
     config = program.config.copy_and_resolve_references()
     config.model.remat = remat

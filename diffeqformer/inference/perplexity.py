@@ -68,7 +68,7 @@ class Evaluation:
         every = [ids for _, ids in self.documents]
         stretches = (sliding_windows(ids[:-1], self.window, self.stride, ids[-1]) for ids in every)
         tokens = sum(map(len, every)) - len(every)
-        self.nats = [-total for total in _log_likelihoods(stretches, len(every), tokens, scorer, show)]
+        self.nats = [-total for total in _log_likelihoods(stretches, tokens, scorer, show)]
         words = sum(len(text.split()) for text, _ in self.documents)
         return {**text_results(-sum(self.nats), tokens, words, self.bytes), "documents": len(every)}
 
@@ -88,15 +88,14 @@ class Evaluation:
             yield {"document": number, **account, "nats": nats, "bits_per_byte": bits}
 
 
-def _log_likelihoods(
-    examples: Iterable[Iterable[Stretch]], number: int, total: int, scorer: Scorer, show: Show
-) -> list[float]:
-    """The log-likelihood in nats of each of a number of examples, of `total` ids."""
-    sums, done = [0.0] * number, 0
+def _log_likelihoods(examples: Iterable[Iterable[Stretch]], total: int, scorer: Scorer, show: Show) -> list[float]:
+    """The log-likelihood in nats of each example."""
+    sums, done = [], 0
     every = ((number, stretch) for number, stretches in enumerate(examples) for stretch in stretches)
     while group := list(itertools.islice(every, GROUP)):
         found = scorer([stretch for _, stretch in group], lambda here, _: show(done + here, total))
         for (number, _), scores in zip(group, found):
+            sums += [0.0] * (number + 1 - len(sums))
             sums[number] += float(np.sum(scores.log_probs, dtype=np.float64))
             done += len(scores.log_probs)
     return sums

@@ -14,7 +14,7 @@ import sys
 
 __version__ = "0.1.0"
 
-_name = os.path.basename("".join(sys.argv[:1]))  # Python's own is -m until it has found the module
+_name = os.path.basename("".join(sys.argv[:1]))  # -m until Python has found the module
 if _name == __name__ or (_name == "-m" and any(word.split(".")[0] == __name__ for word in sys.orig_argv)):
     # A command. Ctrl-C ends its imports like other signals, without a traceback, until `heed_interrupts`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -83,7 +83,7 @@ def needs_of(config: ConfigDict, workdir: str) -> Needs:
     """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
     program = program_of(config, workdir)
     state = program.state_shapes
-    frozen = bytes_of(program.frozen(state["params"]))
+    frozen = bytes_of(program.loss.trained_and_frozen(state["params"])[1])
     checkpoint, once = bytes_of(state) - frozen, frozen + bytes_of(program.teacher_shapes)
     number = config.checkpoints_kept + 2 + (decay_start(config) is not None)  # with the best and one in the making
     seconds = utilisation(config, 1.0, list(program.mesh.devices.flat), min(program.depths))

@@ -214,7 +214,7 @@ def first_state(program: Program) -> dict:
     """A program's state before its first step, like that of `program.init()`, without compiling anything."""
     params = drawn(program.config.model)[1]
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.state_shapes)
-    return jax.device_put({**state, "params": params}, program.state_shardings)
+    return jax.device_put({**state, "params": params}, program.shardings.state)
 
 
 def run_steps(config, mesh, steps: int):

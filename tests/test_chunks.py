@@ -55,7 +55,7 @@ def test_evaluation_is_that_with_all_weights_at_once(remat, solver):
         params = first_state(program)["params"]
         valid = np.arange(config.batch_size)[:, None] < config.batch_size - 1
         for depth in (None, 3):
-            weights = program.for_evaluation(params, depth)
+            weights = program.weights(params, depth)
             found.append(program.evaluate(params, weights, tokens_of(0, config), valid))
     for chunked, whole in zip(found[2:], found[:2], strict=True):
         np.testing.assert_allclose(chunked.total, whole.total, rtol=1e-6)
@@ -69,7 +69,7 @@ def temporaries(num_steps: int, evaluating: bool = False, mesh=ONE_DEVICE, **mod
     program = Program(config, mesh)
     state, tokens = program.state_shapes, tokens_of(0, config)
     if evaluating:
-        steps, valid = program.for_evaluation(state["params"], None), np.ones((config.batch_size, 1), bool)
+        steps, valid = program.weights(state["params"], None), np.ones((config.batch_size, 1), bool)
         lowered = program.evaluate.lower(state["params"], steps, tokens, valid)
     else:
         lowered = program.train_step.lower(state, tokens)

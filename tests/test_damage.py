@@ -24,7 +24,7 @@ from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
-from diffeqformer.training.hooks import Hooks
+from diffeqformer.training.hooks import Dispatched, Hooks
 from diffeqformer.training.run import set_aside_if_damaged
 from helpers import drawn, flip, save_params, toy_config
 
@@ -248,9 +248,10 @@ def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_
     hooks.run.about = checkpoint.About({}, "bytes")
     hooks.run.check_store.side_effect = lambda wait: done.append("check") if wait else None
     hooks.run.config.eval_every = 1
+    hooks.run.program.loss.trained_and_frozen = lambda params: (params, {})
     hooks.progress.flush.side_effect = lambda: done.append("curves")
     monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("state"))
     for stops, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):
-        Hooks.save(hooks, 1, {"params": {}}, None, stops)
+        Hooks.save(hooks, Dispatched(1, {"params": {}}, {}, 4, validates=False, saves=True, stops=stops))
         assert done == expected
         done.clear()

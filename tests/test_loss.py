@@ -281,10 +281,10 @@ def test_validation_takes_the_microbatches_of_its_config(devices, changes):
     for config.microbatches in (1, 16):
         program = Program(config.copy_and_resolve_references(), mesh)
         params = first_state(program)["params"]
-        weights = program.for_evaluation(params, None)
+        weights = program.weights(params, None)
         tokens, valid = np.int32(tokens_of(3, config)), np.arange(32)[:, None] < 29
         compiled = program.evaluate.lower(params, weights, tokens, valid).compile()
-        batch = jax.device_put((tokens, valid), program.batch_sharding)
+        batch = jax.device_put((tokens, valid), program.shardings.batch)
         found.append(compiled(params, weights, *batch))
         memory.append(compiled.memory_analysis().temp_size_in_bytes)
     assert found[0].total == pytest.approx(float(found[1].total), rel=1e-6)

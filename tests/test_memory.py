@@ -89,11 +89,11 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
         state = first_state(program)
         for depth in (None, 8):
             validation.validate(program, state["params"], split, depth)
-        program.train_step(state, jax.device_put(tokens_of(0, config), program.batch_sharding), 8)
+        program.train_step(state, jax.device_put(tokens_of(0, config), program.shardings.batch), 8)
     messages = [record.getMessage() for record in caplog.records]
     compiled = [message.split()[4] for message in messages if "Finished XLA comp" in message]
-    found = {name: compiled.count(f"jit({name})") for name in ("_train_step", "_weights", "_evaluate")}
-    assert found == {"_train_step": 1, "_weights": 0 if changes else 2, "_evaluate": 2}
+    found = {name: compiled.count(f"jit({name})") for name in ("train_step", "weights", "evaluate")}
+    assert found == {"train_step": 1, "weights": 0 if changes else 2, "evaluate": 2}
 
 
 def test_depths_that_need_most_memory():

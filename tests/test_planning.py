@@ -14,7 +14,7 @@ from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
 from helpers import ONE_DEVICE, change, toy_config
 
-TEXT = """HloModule jit__train_step
+TEXT = """HloModule jit_train_step
 
 FileNames
 1 "/home/me/diffeqformer/training/step.py"
@@ -22,7 +22,7 @@ FileNames
 3 "/usr/lib/site-packages/optax/transform.py"
 
 FunctionNames
-1 "Program._train_step"
+1 "make_train_step.<locals>.train_step"
 2 "dropout.<locals>.<lambda>"
 3 "update"
 4 "linear"
@@ -95,7 +95,7 @@ def test_cycles_are_counted_by_cause():
     )
 
 
-COLLECTIVES = """HloModule jit__train_step
+COLLECTIVES = """HloModule jit_train_step
 
 %gathering (a: bf16[2,128]) -> bf16[8,128] {
   %inner = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}

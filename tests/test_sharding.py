@@ -59,7 +59,7 @@ def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, comp
         for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=3e-5)
     depths = 2 if config.model.training_depths else 1
-    assert compilations("_train_step") == depths * (1 + len(meshes))  # the state comes back as it went in
+    assert compilations("train_step") == depths * (1 + len(meshes))  # the state comes back as it went in
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_the_state_is_shared_and_stays_in_place(shape, width, shares):
     """A device has one share of the embeddings and another of the generator's matrices. Nothing else is shared."""
     program = Program(sharded_config(model__width=width, model__mlp=4 * width), make_mesh(shape))
     state = program.state_shapes
-    places = zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True)
+    places = zip(jax.tree.leaves(state), jax.tree.leaves(program.shardings.state), strict=True)
     size = 4 * sum(math.prod(place.shard_shape(leaf.shape)) for leaf, place in places)
     expected = 0
     for path, leaf in jax.tree.leaves_with_path(state):

@@ -50,7 +50,7 @@ def test_a_student_learns_the_text_and_its_teacher(mesh, student, teacher, chang
         ours, theirs = jax.nn.log_softmax(logits[:, :-1]), jax.nn.log_softmax(soft)
         return reference.loss(logits, tokens) + 0.5 * kl_divergence_with_log_targets(ours, theirs).mean()
 
-    state = program.teacher.state(model)
+    state = program.loss.teacher.state(model)
     found = jax.jit(
         lambda *inputs: program.loss.value_and_grad(*inputs[:2], None, config.microbatches, None, inputs[2])
     )(params, tokens, state)

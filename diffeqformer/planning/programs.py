@@ -35,18 +35,17 @@ def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -
     yield from compile_train_steps(config, program, dump)
     state = size_of((program.state_shapes, program.teacher_shapes))
     for depth in (None, *(depth for depth in program.depths if depth != config.model.num_steps)):
-        weights, at = size_of(program.weights_shapes(depth)), f", {depth or config.model.num_steps} steps of depth"
+        at = f", {depth or config.model.num_steps} steps of depth"
+        weights = 0 if config.model.generate_chunk else size_of(program.weights_shapes(depth))
         for name, lowered in programs_of(program, depth):
-            beside = name == "evaluation" and not config.model.generate_chunk
-            yield compile_for_tpu(f"{name}{at}", lowered, state + weights * beside)
+            yield compile_for_tpu(f"{name}{at}", lowered, state + weights * (name == "evaluation"))
 
 
 def compile_train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
     """The train steps of a run at each of its depths, the deepest first."""
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     for depth in sorted(program.depths, reverse=True):
         name, rounds = f"train step, {depth} steps of depth", computed_again(config, depth)
-        lowered = program.train_step.lower(program.state_shapes, tokens, depth, *program.teacher_shapes)
+        lowered = program.train_step.lower(program.state_shapes, program.tokens, depth, *program.teacher_shapes)
         step = compile_for_tpu(name, lowered, dump=dump, rounds=rounds)
         yield step._replace(num_steps=depth)
 

@@ -35,8 +35,30 @@ def by_depth(results: dict[str, float], num_steps: int) -> np.ndarray:
     return as_pixels(figure)
 
 
+@dataclasses.dataclass
+class Dispatched:
+    """A train step that has been dispatched, and what is due after it.
+
+    Args:
+        scalars: of the step, on the devices.
+        num_steps: of depth.
+    """
+
+    number: int
+    state: dict
+    scalars: dict
+    num_steps: int
+    validates: bool
+    saves: bool
+    stops: bool = False
+    validation: dict[str, float] | None = None
+
+
 class Hooks:
-    """What happens around each train step of a run, from step `first` on, until a notice to stop."""
+    """What happens around each train step of a run, from step `first` on, until a notice to stop.
+
+    after: the hooks for a step that was dispatched, in their order.
+    """
 
     def __init__(self, run: Run, first: int, notice: hosts.Notice):
         config = run.config
@@ -56,53 +78,73 @@ class Hooks:
         devices = list(run.program.mesh.devices.flat)
         self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
         self.compiled, self.pending = set(), collections.deque()
+        self.after = self.time, self.log, self.stop, self.trace, self.validate, self.save, self.check
 
     def before_step(self, num_steps: int) -> None:
         """Begin the time of a compilation, if this number of steps of depth is new."""
         if num_steps not in self.compiled:
             self.clock.lap("steps")
 
-    def after_step(self, number: int, state: dict, scalars: dict, num_steps: int) -> bool:
-        """Log, trace, validate and save after a step was dispatched, and return whether the run was told to stop."""
-        config = self.run.config
-        if num_steps not in self.compiled:
-            self.compiled.add(num_steps)
-            self.progress.compiled(self.clock.lap("compilation"))
-        self.pending.append((number, self.seconds_at_peak[num_steps], scalars))
-        first, last = number == self.progress.first_step + 1, number == config.steps
+    def dispatched(self, number: int, state: dict, scalars: dict, num_steps: int) -> Dispatched:
+        """A step, and what is due after it."""
+        config, last = self.run.config, number == self.run.config.steps
         validates = last or number % config.eval_every == 0
         saves = last or number % config.checkpoint_every == 0 or number == decay_start(config)
+        return Dispatched(number, state, scalars, num_steps, validates, saves)
+
+    def time(self, step: Dispatched) -> None:
+        """End the time of a compilation, if this number of steps of depth was new."""
+        if step.num_steps not in self.compiled:
+            self.compiled.add(step.num_steps)
+            self.progress.compiled(self.clock.lap("compilation"))
+
+    def log(self, step: Dispatched) -> None:
+        """Show the scalars of the step before, so that dispatch never waits; of this one, if more is due after it."""
+        self.pending.append((step.number, self.seconds_at_peak[step.num_steps], step.scalars))
+        first = step.number == self.progress.first_step + 1
         if first:
-            jax.block_until_ready(state)  # raises an error if memory ran out
-        # The scalars of the step before, so that dispatch never waits; of this one, if more is due after it.
-        self.show_scalars(0 if first or validates or saves else 1)
-        stops = self.notice.now(validates or saves)  # after the wait: a notice during the step prevents its validation
-        validates, saves = validates and (last or not stops), saves or stops
-        self.progress.pause(self.tracer.after(number, state, stops))
-        if validates or saves:
+            jax.block_until_ready(step.state)  # raises an error if memory ran out
+        self.show_scalars(0 if first or step.validates or step.saves else 1)
+
+    def stop(self, step: Dispatched) -> None:
+        """Heed a notice to stop, also one that came during the step: no validation then, but after the last step."""
+        step.stops = self.notice.now(step.validates or step.saves)
+        step.validates &= not step.stops or step.number == self.run.config.steps
+        step.saves |= step.stops
+
+    def trace(self, step: Dispatched) -> None:
+        """End a trace after its last step."""
+        self.progress.pause(self.tracer.after(step.number, step.state, step.stops))
+
+    def validate(self, step: Dispatched) -> None:
+        """Validate if that is due, once all scalars are shown."""
+        if step.validates or step.saves:
             self.show_scalars(0)
             self.clock.lap("steps")
-        validation = self.show_validation(number, state["params"]) if validates else None
-        if saves:
-            self.save(number, state, validation, stops)
-        checkpoint.check(self.run.checkpoints)
-        self.run.check_store()
-        return stops
+        if step.validates:
+            step.validation = self.show_validation(step.number, step.state["params"])
 
-    def save(self, number: int, state: dict, validation: dict | None, stops: bool) -> None:
-        """Start saving: now that the step's scalars are finite, and no curve lags behind the checkpoint.
+    def save(self, step: Dispatched) -> None:
+        """Start saving if that is due: now that the step's scalars are finite, and no curve lags behind the checkpoint.
 
         The token store's check is awaited, unless the run stops: then the next process has it.
         """
+        if not step.saves:
+            return
         run, progress = self.run, self.progress
-        run.check_store(wait=not stops)
+        run.check_store(wait=not step.stops)
         progress.pause(self.clock.lap("start-up"))  # the wait, if there was one
         progress.flush()
-        trained = {**state, "params": run.program.trained(state["params"])}  # without frozen parameters
-        due = validation is None and number % run.config.eval_every == 0
+        trained, _ = run.program.loss.trained_and_frozen(step.state["params"])
+        due = step.validation is None and step.number % run.config.eval_every == 0
         about = dataclasses.replace(run.about, validation_due=due, time_spent=self.clock.record())
-        checkpoint.save(run.checkpoints, number, trained, about, validation)
+        checkpoint.save(run.checkpoints, step.number, {**step.state, "params": trained}, about, step.validation)
         progress.pause(self.clock.lap("saves"))
+
+    def check(self, step: Dispatched) -> None:
+        """Notice a save or a check of the token store that failed meanwhile."""
+        checkpoint.check(self.run.checkpoints)
+        self.run.check_store()
 
     def show_scalars(self, left: int) -> None:
         """Wait for steps and show their scalars, until `left` of them are pending; a UserError if one isn't finite."""

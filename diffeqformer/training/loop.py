@@ -26,6 +26,8 @@ from diffeqformer.errors import Stopped, counted, out_of_memory, printable, reas
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
+from diffeqformer.parallel.mesh import divide_generator
+from diffeqformer.parallel.sharding import identity, shardings
 from diffeqformer.training import goodput
 from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.run import (
@@ -138,7 +140,10 @@ def with_room(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def undivided(program: Program, params: dict) -> Transformer:
     """The model with a whole generator on every copy, and room for the weights of all steps."""
-    model = nnx.merge(program.graph, jax.block_until_ready(program.undivided(params)))
+    if program.mesh.shape["generator"] > 1:
+        of_whole = shardings(divide_generator(program.mesh, 1), program.loss.param_specs)
+        params = jax.jit(identity, out_shardings=of_whole)(params)
+    model = nnx.merge(program.graph, jax.block_until_ready(params))
     check_weights(model)
     return model
 
@@ -159,7 +164,8 @@ def describe(run: Run, params: dict) -> None:
             (run.folder / "parameters.txt").write_text(
                 parameter_overview.get_parameter_overview(params, include_stats=False)
             )
-    count, trained = map(parameter_overview.count_parameters, (params, program.trained(params)))
+    trained, _ = program.loss.trained_and_frozen(params)
+    count, trained = map(parameter_overview.count_parameters, (params, trained))
     some = f" ({trained:,} train)" if trained < count else ""
     many = "s" * (list(program.depths) != [1])
     unit = f"layer{many}" if MODELS[config.model.kind].weights.fixed_depth else f"step{many} of depth"
@@ -194,7 +200,10 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
             hooks.before_step(num_steps)
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, scalars = run.program.train_step(state, batch, num_steps, *run.teacher_state)
-            if hooks.after_step(number, state, scalars, num_steps):
+            step = hooks.dispatched(number, state, scalars, num_steps)
+            for hook in hooks.after:
+                hook(step)
+            if step.stops:
                 break
     checkpoint.check(run.checkpoints, wait=True)
     run.clock.lap("saves")

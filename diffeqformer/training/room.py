@@ -46,7 +46,7 @@ def check_memory(program: Program, will_train: bool) -> None:
     Their first calls then find them compiled. For TPUs their temporaries aren't known beside other arrays
     (`bytes_of_program`), so there a validation is compared with less than it needs.
     """
-    free = free_bytes(program.batch_sharding.mesh.local_devices)
+    free = free_bytes(program.mesh.local_devices)
     if free is None:
         return
     free = min(hosts.of_all(free))  # on all hosts or on none: the others would wait for one that has given up
@@ -60,9 +60,8 @@ def check_memory(program: Program, will_train: bool) -> None:
         )
     if not will_train:
         return
-    tokens, _ = program.batch_to_evaluate()
     for depth in largest_depths(config.model, chunk_lengths(config.model)):
-        lowered = program.train_step.lower(state, tokens, depth, *program.teacher_shapes)
+        lowered = program.train_step.lower(state, program.tokens, depth, *program.teacher_shapes)
         check_program("config.batch_size: a train step needs {}", lowered, free)
     free -= size_of((state["optimizer"], teacher))  # which no program of a validation takes
     own, chunk = config.model.num_steps, config.model.generate_chunk  # a validation's grids aren't shifted
@@ -121,11 +120,11 @@ def with_microbatches(program: Program, memory: int | None) -> Program:
     """
     if program.config.microbatches:
         return program
-    [examples, _] = program.batch_sharding.shard_shape((program.config.batch_size, 1))
+    [examples, _] = program.shardings.batch.shard_shape((program.config.batch_size, 1))
     for number in (number for number in range(1, examples + 1) if examples % number == 0):
         config = program.config.copy_and_resolve_references()
         config.microbatches = number
-        program = Program(config, program.mesh, (program.loss.attend, program.attention), program.config_of_teacher)
+        program = program.changed(config)
         needed = sum(train_step_by_shapes(program).values())
         if memory is None or needed <= USED * memory:
             break
@@ -152,7 +151,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
             f"is {model[name]}"
         )
     steps, compute = longest_grid(model, num_steps), jnp.dtype(model.dtype).itemsize
-    examples = program.batch_sharding.shard_shape((config.batch_size, 1))[0] // config.microbatches
+    examples = program.shardings.batch.shard_shape((config.batch_size, 1))[0] // config.microbatches
     weights, all_stored, gradient = bytes_of_loops(program, num_steps, "none")
     states_kept = {"binomial": min(model.snapshots, steps) + 1, "reversible": 1}.get(model.remat)
     if states_kept:
@@ -166,7 +165,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     after = sums = {"embeddings' gradient": 4 * matrix * (1 if vector_field(model).tied_head else 2)}
     in_float32 = 4 * gradient // compute
     if not MODELS[model.kind].weights.continuous:  # the loops read what isn't cast beforehand where it lies
-        uncast = state["params"] if model.dtype == "float32" else program.frozen(state["params"])
+        uncast = state["params"] if model.dtype == "float32" else program.loss.trained_and_frozen(state["params"])[1]
         weights = max(0, weights - size_of(uncast.get("depth", {})))
     largest = 0  # gradient of a P that XLA stores; AdamW's kernels form theirs by tiles
     if projections := program.loss.projections:
@@ -175,7 +174,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         largest = max((size_of(layers[name]["projection"]) for name in stored_whole), default=0)
     if config.microbatches > 1:  # what is added up, in fp32
         sums = after | {"sums over microbatches": in_float32 + after["embeddings' gradient"]}
-    of_teacher = 8 + compute if program.teacher else 0  # its logits, their probabilities, and a head as large
+    of_teacher = 8 + compute if program.loss.teacher else 0  # its logits, their probabilities, and a head as large
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute + of_teacher)
     forward = {"weights": weights, "states": stored, **sums}
     moments = [
@@ -184,7 +183,7 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
         {"weights' gradient": in_float32, **after, "a P's gradient": largest},
     ]
     parts = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
-    if program.teacher:
+    if program.loss.teacher:
         parts["teacher"] = size_of(program.teacher_shapes)
     return parts | max(moments, key=lambda moment: sum(moment.values()))
 
@@ -196,9 +195,9 @@ def bytes_of_loops(program: Program, num_steps: int, remat: str) -> tuple[int, i
     """
     config = program.config.copy_and_resolve_references()
     config.model.remat = remat
-    program = Program(config, program.mesh, (program.loss.attend, ""), program.config_of_teacher)
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
-    traced = program.train_step.trace(program.state_shapes, tokens, num_steps, *program.teacher_shapes).jaxpr.jaxpr
+    program = program.changed(config)
+    arguments = program.state_shapes, program.tokens, num_steps, *program.teacher_shapes
+    traced = program.train_step.trace(*arguments).jaxpr.jaxpr
     steps = longest_grid(config.model, num_steps)
     found = [scan for scan in scans(traced) if scan.params["length"] == steps]
     written = {scan: bytes_by_step(scan.outvars, scan.params["jaxpr"].out_avals) for scan in found}

@@ -81,7 +81,7 @@ class Run:
         config, shape = self.config, (self.config.batch_size, self.config.sequence_length)
         return jax.make_array_from_callback(
             shape,
-            self.program.batch_sharding,
+            self.program.shardings.batch,
             lambda index: self.splits["train"].batch(step - 1, *shape, config.seed, rows=index[0]),
         )
 
@@ -239,7 +239,7 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
 
 def with_teacher(run: Run) -> Run:
     """The run with the state of its teacher, if it has one, which a new run saves for those that resume it."""
-    teacher, record = run.program.teacher, run.about.teacher
+    teacher, record = run.program.loss.teacher, run.about.teacher
     if not teacher:
         return run
     print(f"its teacher is {record['workdir']} at step {record['step']:,}", flush=True)
@@ -288,7 +288,7 @@ def restored(run: Run, step: int) -> dict | None:
         now = f"now it is {run.config.optimizer.learning_rate:g}, so this is another run"
         print(f"until step {int(last):,} its peak learning rate was {rate:g}; {now}", flush=True)
     folder, shapes, state, error = run.checkpoints.directory, run.program.state_shapes, None, None
-    trained, frozen = run.program.trained(shapes["params"]), run.program.frozen(shapes["params"])
+    trained, frozen = run.program.loss.trained_and_frozen(shapes["params"])
     try:
         state = checkpoint.restore_state(folder, step, {**shapes, "params": trained})
         if frozen:  # which were saved once
@@ -331,7 +331,8 @@ def first_state(run: Run) -> dict:
     if not config.base:
         return program.init()
     print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
-    state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
-    if frozen := program.frozen(state["params"]):
+    state = program.init(finetune.initial_params(config, base["step"], program.mesh))
+    _, frozen = program.loss.trained_and_frozen(state["params"])
+    if frozen:
         checkpoint.save_frozen(run.folder, frozen, base)
     return state

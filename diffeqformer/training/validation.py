@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 from clu import metrics
 
 from diffeqformer.console.terminal import show_progress
@@ -19,7 +20,7 @@ def validate(program: Program, params: dict, split: Split, num_steps: int | None
     which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text; NaN
     if it has unknown ids, behind which can be any text.
     """
-    config, weights = program.config, program.for_evaluation(params, num_steps)  # once, for all batches
+    config, weights = program.config, program.weights(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
     show = show_progress("validation")
     shape = config.batch_size, config.sequence_length
@@ -27,7 +28,7 @@ def validate(program: Program, params: dict, split: Split, num_steps: int | None
         tokens, valid = (
             jax.make_array_from_callback(
                 (config.batch_size, width),
-                program.batch_sharding,
+                program.shardings.batch,
                 lambda index, read=read: read(number, *shape, rows=index[0]),
             )
             for read, width in ((split.evaluation_batch, config.sequence_length), (split.evaluated, 1))
@@ -45,9 +46,11 @@ def validate(program: Program, params: dict, split: Split, num_steps: int | None
 
 def programs_of(program: Program, num_steps: int | None) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """The programs of `validate`: (name, what to compile)."""
-    params, weights = program.state_shapes["params"], program.weights_shapes(num_steps)
+    params = program.state_shapes["params"]
     if program.config.model.generate_chunk:
-        weights = program.for_evaluation(params, num_steps)
+        weights = program.weights(params, num_steps)
     else:
+        weights = program.weights_shapes(num_steps)
         yield "weights", program.weights.lower(params, num_steps)
-    yield "evaluation", program.evaluate.lower(params, weights, *program.batch_to_evaluate())
+    valid = jax.ShapeDtypeStruct((program.config.batch_size, 1), jnp.bool, sharding=program.shardings.batch)
+    yield "evaluation", program.evaluate.lower(params, weights, program.tokens, valid)

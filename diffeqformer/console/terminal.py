@@ -36,19 +36,23 @@ class PrintableOutput:
         return getattr(self.output, name)
 
 
-def show_progress(what: str, unit: str = "tokens", output: io.TextIOBase | None = None) -> Callable[[int, int], None]:
+def show_progress(
+    what: str, unit: str = "tokens", output: io.TextIOBase | None = None, before: int = 0
+) -> Callable[..., None]:
     """Prints, every five seconds, the finished number and the total, the rate and the time left.
 
-    `output` is by default the standard output.
+    It returns a function of the two numbers and, where there are any, other facts for the line, which then also comes
+    at the end. `output` is by default the standard output. What was finished `before` doesn't count in the rate.
     """
     start = shown = time.monotonic()
 
-    def show(done: int, total: int) -> None:
+    def show(done: int, total: int, facts: str = "") -> None:
         nonlocal shown
         now = time.monotonic()
-        if now - shown > 5 and done:
-            shown, rate = now, done / (now - start)
-            speed, left = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}", duration((total - done) / rate)
-            print(f"  {what}: {done:,}/{total:,} {unit}  {speed} {unit}/s  {left} left", file=output, flush=True)
+        if now - shown > 5 or (facts and done == total):
+            shown, rate = now, (done - before) / (now - start)
+            speed = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}"
+            left = f"  {duration((total - done) / rate)} left" if rate else ""
+            print(f"  {what}: {done:,}/{total:,} {unit}{facts}  {speed} {unit}/s{left}", file=output, flush=True)
 
     return show

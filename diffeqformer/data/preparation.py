@@ -19,7 +19,7 @@ from typing import IO
 from ml_collections import ConfigDict
 
 from diffeqformer.console.results import write_whole
-from diffeqformer.console.terminal import duration
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.files import NoFile, check_first, fingerprint, layout_of, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
@@ -196,7 +196,6 @@ def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
 
 def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo: list) -> None:
     """Let the workers write the shards `todo` of all `shards`. Each takes the next one as soon as it is free."""
-    start = shown = time.monotonic()
     remaining, told, failures = iter(todo), {}, []  # taking the next one is atomic
 
     def follow(worker: Worker) -> None:
@@ -212,7 +211,8 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo
 
     for worker in workers:
         threading.Thread(target=follow, args=(worker,), daemon=True).start()
-    done = 0
+    done, before = 0, shards - len(todo)
+    show = show_progress("written", "shards", before=before)
     while done < len(todo):
         time.sleep(0.05)
         begun = list(told.values())
@@ -220,15 +220,7 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo
         if failures:
             stay = f" ({done} of {len(todo)} shards are finished and stay; the same command continues from them)"
             raise UserError(f"{failures[0]}{stay * (done > 0)}")
-        if told and (time.monotonic() - shown > 2 or done == len(todo)):
-            shown, left = time.monotonic(), len(todo) - done
-            seconds = shown - start
-            time_left = f"  {duration(seconds / done * left)} left" if done and left else ""
-            print(
-                f"  shard {shards - left:,}/{shards:,}  {documents:,} documents  {tokens:,} tokens  "
-                f"{tokens / seconds:,.0f} tokens/s{time_left}",
-                flush=True,
-            )
+        show(before + done, shards, f"  {documents:,} documents  {tokens:,} tokens")
 
 
 def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:

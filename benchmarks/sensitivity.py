@@ -36,15 +36,11 @@ def main(_) -> None:
     tokens = jnp.asarray(np.random.RandomState(0).randint(config.vocab_size, size=TOKENS.value))
     print(f"model: {peak():.1f} GiB", flush=True)
     start = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        print(f"  {done}/{total} after {time.monotonic() - start:.0f} s", flush=True)
-
-    added = lyapunov.exponents(model, tokens, STEPS.value, progress=show)
+    added = lyapunov.exponents(model, tokens, STEPS.value)
     print(f"exponents {added.shape}: {time.monotonic() - start:.0f} s, peak {peak():.1f} GiB", flush=True)
     if TOTAL.value:
         start = time.monotonic()
-        derivative = lyapunov.total_derivative(model, tokens, STEPS.value, show)
+        derivative = lyapunov.total_derivative(model, tokens, STEPS.value)
         print(f"total derivative {derivative.shape}: {time.monotonic() - start:.0f} s, peak {peak():.1f} GiB")
 
 

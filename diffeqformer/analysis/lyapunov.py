@@ -12,7 +12,6 @@ Over few steps they depend on the order of the coordinates. `total_derivative` i
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.depth.grid import Grid
 from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
@@ -81,12 +81,7 @@ def advance(solver, field, layers, dt, x, tangents):
 
 
 def exponents(
-    model: Transformer,
-    tokens: Int[Array, "S"],
-    num_steps: int | None = None,
-    *,
-    published: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None, *, published: bool = False
 ) -> Float[np.ndarray, "T S D"]:
     """Each step's contribution to the D exponents of the last token with respect to every token, itself included.
 
@@ -96,9 +91,6 @@ def exponents(
     Args:
         published: take the derivative at each step as the authors' code does: with the weights at the step's start and
             the state at its end. Its weights must be generated, and its solver Euler's.
-
-    Raises:
-        UserError: if the model can't take that number of steps, or its solver carries more than the state.
     """
     solver = model.solver
     if solver.begin is not x_alone:
@@ -109,13 +101,13 @@ def exponents(
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     tangents = jnp.tile(jnp.eye(model.field.width, dtype=jnp.float32), (len(tokens), 1, 1))
-    added, steps = [], len(weights.step_sizes)
+    added, steps, show = [], len(weights.step_sizes), show_progress("exponents", "steps")
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another
         for step in range(steps):
             layers, dt = weights.at_step(step, len(solver.nodes))
             tangents, logs = advance(solver, model.field, layers, dt, states[step], tangents)
             added.append(np.asarray(logs))
-            progress(step + 1, steps)
+            show(step + 1, steps)
     return np.stack(added)
 
 
@@ -127,16 +119,13 @@ def _pull_back(solver, field, weights, x, rows):
 
 
 def total_derivative(
-    model: Transformer,
-    tokens: Int[Array, "S"],
-    num_steps: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None
 ) -> Float[np.ndarray, "S out D"]:
     """The derivative of the last token's state x(1) with respect to every token's x(0), along all paths."""
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
-    rows, parts = jnp.eye(x.shape[-1], dtype=x.dtype), []
+    rows, parts, show = jnp.eye(x.shape[-1], dtype=x.dtype), [], show_progress("total derivative", "rows")
     for start in range(0, len(rows), CHUNK):
         parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + CHUNK])))
-        progress(min(start + CHUNK, len(rows)), len(rows))
+        show(min(start + CHUNK, len(rows)), len(rows))
     return np.concatenate(parts).swapaxes(0, 1)

@@ -8,7 +8,6 @@ from diffeqformer.analysis import attention_maps, lyapunov
 from diffeqformer.analysis.report import Section, highlighted, in_float32, paragraph
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.checkpoints.finite import NotFinite
-from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import Transformer, weights_at
@@ -35,11 +34,9 @@ def measure(
     """
     measures, arrays = {}, {}
     if model.solver.begin is x_alone:
-        arrays["exponents"] = lyapunov.exponents(
-            model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
-        )
+        arrays["exponents"] = lyapunov.exponents(model, tokens, num_steps, published=published_pairing)
         measures["Lyapunov sensitivity: largest exponent of equation (7)"] = arrays["exponents"].sum(0).max(-1)
-    derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
+    derivative = lyapunov.total_derivative(model, tokens, num_steps)
     sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
     with np.errstate(divide="ignore"):
         measures["total derivative: log of the largest singular value"] = np.log(sizes)

@@ -182,7 +182,6 @@ def draw(rows: dict) -> None:
         axis.set_title(where)
         axis.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
         axis.tick_params(axis="x", which="minor", bottom=False)
-        axis.grid(alpha=0.3)
     axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", fontsize=10)
     figure.savefig("docs/pictures/depth_memory.png", dpi=110)
 

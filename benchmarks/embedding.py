@@ -56,7 +56,6 @@ def plot(rows: list[Row], gpt: Run, path: pathlib.Path) -> None:
         panel.axhline(of_gpt, linestyle="--", color=COLOURS[1], label="gpt")
         panel.set(ylabel=title, xlabel="E, the width of the time embedding")
         panel.set_ylim(0)
-        panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
 

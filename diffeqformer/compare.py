@@ -143,7 +143,6 @@ def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
     highest = max(max(curve[len(curve) // 4 :]) for curve in curves)  # the first values would flatten all others
     lowest = min(map(min, curves))
     panel.set_ylim(top=highest + 0.05 * (highest - lowest or highest))
-    panel.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
 

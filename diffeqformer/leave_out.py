@@ -68,7 +68,6 @@ def plot(removed: list[int], losses: list[float], layers: int, path: pathlib.Pat
     panel.set(xlabel="layers (at each point, the one that is left out there)", ylabel="loss, nats per token")
     panel.set_xticks(numbers, labels=list(map(str, numbers)))
     panel.invert_xaxis()
-    panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 

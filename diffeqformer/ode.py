@@ -228,8 +228,6 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     errors.minorticks_off()
     log_if_wide(errors)
     errors.legend()
-    for axis in (over_time, errors):
-        axis.grid(alpha=0.3)
     figure.suptitle(table(results).splitlines()[0])
     figure.savefig(path, dpi=120)
 

@@ -90,7 +90,6 @@ def plot_curves(found: list[Comparison], path: pathlib.Path) -> None:
         panel.fill_between(at, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
     panel.set(ylabel="validation perplexity", xlabel="training step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8, title="model, peak learning rate", title_fontsize=8)
-    panel.grid(alpha=0.3)
     for published in beside:
         draw_published(published, LLAMAS)
         published.set(title="published, read off: OpenWebText", xlabel="perplexity of tokens")
@@ -112,7 +111,6 @@ def plot_sweep(found: list[Comparison], path: pathlib.Path) -> None:
         panel.axhline(statistics.mean(gpt.ends()), linestyle="--", color=COLOURS[1], label="gpt")
     panel.set(ylabel="validation perplexity, at the end", xlabel="E, the width of the time embedding")
     panel.legend(fontsize=8)
-    panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 

@@ -134,7 +134,6 @@ def draw(results: dict[str, dict]) -> None:
                     markersize=5,
                 )
             axis.set(title=title, xlabel="layers", ylabel="bits per byte, after training")
-            axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
     once = dict(zip(labels, handles))
     figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=4, fontsize=8)

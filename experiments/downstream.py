@@ -168,7 +168,7 @@ def plot(columns: list[Column], tasks: list[str], path: pathlib.Path) -> None:
             )
         axis.set_xticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks], rotation=25, ha="right")
         axis.set(title=f"{number} shots", xlabel="task", ylabel="per cent, standard errors")
-        axis.grid(alpha=0.3, axis="y")
+        axis.grid(False, axis="x")
     labels = {}
     for axis in axes[:, 0]:
         labels |= dict(zip(*reversed(axis.get_legend_handles_labels())))

@@ -202,7 +202,6 @@ def plot(groups: dict[tuple, list[dict[int, float]]], path: pathlib.Path) -> Non
     for (row, panel_row), (column, mode) in itertools.product(enumerate(panels), enumerate(MODES)):
         title = "all weights" if mode == "full" else "adapters and embeddings"
         panel_row[column].set(title=f"{directions[row].replace('_', ' ')}: {title}", xlabel="steps of fine-tuning")
-        panel_row[column].grid(alpha=0.3)
         if panel_row[column].lines:
             panel_row[column].legend(fontsize=8)
     for direction, (full, lora, published) in zip(directions, panels, strict=True):

@@ -163,7 +163,6 @@ def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
         panels[2].axhline(0, color="black", linewidth=0.8)
         log_if_wide(panels[1])
         for panel in panels:
-            panel.grid(alpha=0.3)
             panel.set_xlabel("step")
         panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)

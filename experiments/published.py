@@ -37,7 +37,7 @@ def draw_published(axis, outputs: dict[str, str]) -> None:
     axis.errorbar(middle, list(outputs), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
     axis.yaxis.set_inverted(True)
     axis.set_ylabel("model")
-    axis.grid(alpha=0.3, axis="x")
+    axis.grid(False, axis="y")
 
 
 def show_beside_published(name: str, found: dict[str, float], path: pathlib.Path) -> None:
@@ -61,6 +61,6 @@ def show_beside_published(name: str, found: dict[str, float], path: pathlib.Path
         draw_published(axis, {output: output for output in known})
     axis.yaxis.set_inverted(True)
     axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side", ylabel="run")
-    axis.grid(alpha=0.3, axis="x")
+    axis.grid(False, axis="y")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path.with_suffix(".png"), dpi=110)

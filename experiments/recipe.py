@@ -114,7 +114,6 @@ def plot(found: list[Comparison], path: pathlib.Path) -> None:
     panel.axvline(0, color="black", linewidth=1)
     panel.set(yticks=range(len(found)), ylabel="form", xlabel="bits/byte above the baseline (less is better)")
     panel.set_yticklabels([each.name for each in found], fontsize=8)
-    panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 

@@ -38,7 +38,6 @@ def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, marker: str =
         style = {"color": figures.COLOURS[index], "label": f"{share:.0%} are closer", "marker": marker, "markersize": 3}
         axis.plot(times, quantiles[:, index], **style)
     axis.set(ylim=(0, None))
-    axis.grid(alpha=0.3)
 
 
 def picture(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, axis_label: str):
@@ -52,7 +51,6 @@ def picture(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarra
     axes[-1].plot(times, sizes, "o-", markersize=3)
     axes[-1].set(title="rms of the pairwise distances of states", ylabel="distance")
     figures.time_axis(axes[-1], axis_label, times)
-    axes[-1].grid(alpha=0.3)
     return figure
 
 

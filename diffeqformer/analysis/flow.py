@@ -67,7 +67,6 @@ def picture(exponents: Float[np.ndarray, "k"]):
     axis.axhline(0, color="grey", linewidth=0.8)
     axis.set(title="largest exponents of the flow, over the whole depth", xlabel="rank", ylabel="exponent")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.grid(alpha=0.3)
     return figure
 
 

@@ -59,11 +59,9 @@ def picture(scores: np.ndarray, even: float, shares: dict[str, np.ndarray], time
     paper infers induction.
     """
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
-    title = "induction score, from uniform attention's"
-    figures.heat_map(figure, axes[0], scores, times, title, "score", vmin=even, vmax=1)
+    figures.heat_map(axes[0], scores, times, "induction score, from uniform attention's", "score", vmin=even, vmax=1)
     for axis, (name, share) in zip(axes[1:], shares.items(), strict=True):
-        title = f"{name}: share with a positive real part"
-        figures.heat_map(figure, axis, share, times, title, "share", **figures.SHARES)
+        figures.heat_map(axis, share, times, f"{name}: share with a positive real part", "share", **figures.SHARES)
     for axis in axes:
         figures.time_axis(axis, axis_label, times)
     return figure

@@ -33,14 +33,13 @@ def relative_entropy(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"
 def picture(entropy: np.ndarray, sizes: dict[str, np.ndarray], times: np.ndarray, axis_label: str):
     """Plot the entropy of each head over time, and against both sizes of QK."""
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
-    figures.over_time(figure, axes[0], entropy, times, "entropy of attention", "share of uniform attention's")
+    figures.over_time(axes[0], entropy, times, "entropy of attention", "share of uniform attention's")
     figures.time_axis(axes[0], axis_label, times)
     at = np.broadcast_to(times[:, None], entropy.shape)
     for axis, (name, size) in zip(axes[1:], sizes.items()):
         points = axis.scatter(size, entropy, c=at, s=14, cmap="viridis")
         axis.set(title=f"against the {name} of QK", xlabel=SIZES[name], ylabel="share of uniform attention's")
         figures.log_if_wide(axis, "x")
-        axis.grid(alpha=0.3)
     figure.colorbar(points, ax=axes[2], label=axis_label)
     return figure
 

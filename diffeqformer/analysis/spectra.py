@@ -157,17 +157,15 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str):
     figure.colorbar(points, ax=plane, label=axis_label)
     plane.axvline(0, color="grey", linewidth=0.8)
     plane.set(title="the same in the complex plane", xlabel="real part", ylabel="imaginary part")
-    figures.over_time(
-        figure, positive, found.positive_share(), times, "share with a positive real part", "share", **figures.SHARES
-    )
-    colours = figures.colours_of(found.radius())
-    figures.over_time(figure, radius, found.radius(), times, "spectral radius", "radius", **colours)
-    figures.over_time(figure, rank, found.effective_rank(), times, f"effective rank (of {values.shape[-1]})", "rank")
+    title = "share with a positive real part"
+    figures.over_time(positive, found.positive_share(), times, title, "share", **figures.SHARES)
+    radii = found.radius()
+    colours = {"norm": "log"} if 0 < 10 * radii.min() < radii.max() else {}
+    figures.over_time(radius, radii, times, "spectral radius", "radius", **colours)
+    figures.over_time(rank, found.effective_rank(), times, f"effective rank (of {values.shape[-1]})", "rank")
     for axis in (real, modulus, positive, radius, rank):
         axis.set_xlim(edges[0], edges[-1])
         figures.time_axis(axis, axis_label, times)
-    for axis in (real, modulus, plane):
-        axis.grid(alpha=0.3)
     return figure
 
 

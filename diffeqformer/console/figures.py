@@ -14,7 +14,7 @@ SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # for heat maps with a meaningf
 
 
 def new_figure(rows: int, columns: int, size: tuple, **options):
-    """A figure of the given size in inches, with its axes [rows, columns].
+    """A figure of the given size in inches, with its axes [rows, columns], which have a grid.
 
     It is made without pyplot, so a notebook's own figures and settings aren't affected.
     """
@@ -27,6 +27,7 @@ def new_figure(rows: int, columns: int, size: tuple, **options):
         axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
         axis.tick_params(labelsize=9)
+        axis.grid(alpha=0.3)
         axis.set_title = functools.partial(axis.set_title, fontsize=10)  # it takes no size from the style above
     return figure, axes
 
@@ -77,25 +78,20 @@ def column_edges(times: np.ndarray) -> np.ndarray:
     return np.concatenate([times[:1] - half[:1], times[:-1] + half[: len(times) - 1], times[-1:] + half[-1:]])
 
 
-def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
+def heat_map(axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
     """Draw values [T, H] of a quantity over time and head."""
     edges = column_edges(times)
     image = axis.pcolormesh(edges, np.arange(values.shape[1] + 1) - 0.5, values.T, rasterized=True, **colours)
-    figure.colorbar(image, ax=axis, label=quantity)
+    axis.figure.colorbar(image, ax=axis, label=quantity)
+    axis.grid(False)
     axis.set(title=title, ylabel="head", xlim=(edges[0], edges[-1]))
     axis.yaxis.get_major_locator().set_params(integer=True)
 
 
-def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
+def over_time(axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
     """Draw values [T, H] as a heat map, or as a line between the same limits if there is a single head."""
     if values.shape[1] > 1:
-        heat_map(figure, axis, values, times, title, quantity, **colours)
+        heat_map(axis, values, times, title, quantity, **colours)
     else:
         axis.plot(times, values[:, 0], "o-", markersize=3)
         axis.set(title=title, ylabel=quantity, ylim=(colours.get("vmin"), colours.get("vmax")))
-        axis.grid(alpha=0.3)
-
-
-def colours_of(values: np.ndarray) -> dict:
-    """A logarithmic colour scale if values span more than a factor of ten."""
-    return {"norm": "log"} if 0 < 10 * values.min() < values.max() else {}

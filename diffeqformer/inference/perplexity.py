@@ -172,7 +172,6 @@ def plot_by_depth(rows: list[dict], name: Callable[[dict], str], metric: str, ti
     axes[0].set(xlabel="steps of depth", xticks=sorted({row["num_steps"] for row in rows}))
     log_if_wide(axes[0])
     for axis in axes:
-        axis.grid(alpha=0.3)
         axis.margins(y=0.12)
     return figure, axes
 

@@ -31,7 +31,6 @@ def by_depth(results: dict[str, float], num_steps: int) -> np.ndarray:
     figure, [[axis]] = new_figure(1, 1, (5, 3.5))
     axis.plot(*zip(*sorted(bits.items())), "o-")
     axis.set(title="validation", xlabel="steps of depth", ylabel="bits per byte", xticks=list(bits))
-    axis.grid(alpha=0.3)
     return as_pixels(figure)
 
 

@@ -37,10 +37,6 @@ def flow_exponents(
 
     They are the logarithms of the largest singular values of dx(1)/dx(0), found by Lanczos iterations (ARPACK), each of
     which carries a tangent vector forward and pulls its image back.
-
-    Raises:
-        NotFinite: if x(1) isn't finite.
-        UserError: if the iterations don't converge.
     """
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
 

@@ -80,9 +80,9 @@ def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "feed_forward"))  # which makes no kernel that isn't asked for
-def _pairs(graph, params, features, layers, feed_forward):
+def _pairs(graph, params, found, feed_forward):
     model = nnx.merge(graph, params)
-    layers = model.depth.from_features(features) if layers is None else layers
+    layers = model.depth.from_features(found) if model.depth.continuous else found
     layers = in_type(merge(layers), jnp.float32)
     query, key, value, out = model.field.head_matrices(layers)
     pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
@@ -95,22 +95,14 @@ def _pairs(graph, params, features, layers, feed_forward):
 def pairs_over_time(
     model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """The two matrices [T, H, D, n] and [T, H, n, D], fp32, of every product by name, for a few times after another.
-
-    Raises:
-        UserError: if the model has weights per layer and the number of times differs from the number of layers.
-    """
-    depth, features, layers = model.depth, None, None
-    stored = None if depth.continuous else depth(Grid.of(times))
+    """The two matrices [T, H, D, n] and [T, H, n, D], fp32, of every product by name, for a few times after another."""
+    depth = model.depth
+    found = depth.features(times) if depth.continuous else depth(Grid.of(times))  # features of times, or weights
     if depth.constant:
-        stored, times = jax.tree.map(lambda leaf: leaf[None], stored), times[-1:]
+        found, times = jax.tree.map(lambda leaf: leaf[None], found), times[-1:]
     for start in range(0, len(times), CHUNK):
-        part = slice(start, start + CHUNK)
-        if depth.continuous:
-            features = jnp.asarray(depth.features(times[part]))
-        else:
-            layers = jax.tree.map(lambda leaf: leaf[part], stored)
-        yield jax.tree.map(np.asarray, _pairs(*split_model(model), features, layers, feed_forward))
+        part = jax.tree.map(lambda leaf: leaf[start : start + CHUNK], found)
+        yield jax.tree.map(np.asarray, _pairs(*split_model(model), part, feed_forward))
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:

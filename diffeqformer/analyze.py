@@ -46,15 +46,6 @@ ANALYSES = {
 """The parts of the report by their name in `--parts`, in order."""
 
 
-def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
-    """The ids of the text to analyze. A UserError if it is too short, or too long for the model."""
-    ids = opened.tokenizer.encode(TEXT if options.text is None else options.text)
-    if options.text is None:
-        ids = ids[: opened.model.max_length]
-    check_text(opened.model, ids, "--text")
-    return ids
-
-
 def check_used(options: flags.FlagValues) -> None:
     """Reject an option that was given, but that no part of the report reads."""
     for name in sorted({"text"}.union(*(each.options for each in ANALYSES.values()))):
@@ -82,7 +73,11 @@ def analyze(options) -> list[Section]:
     opened = checkpoint.load(options.workdir, step=options.step)
     config = opened.config
     check(options, opened)
-    ids = text_tokens(options, opened) if any(ANALYSES[part].reads_text for part in options.parts) else []
+    ids = []
+    if any(ANALYSES[part].reads_text for part in options.parts):
+        ids = opened.tokenizer.encode(TEXT if options.text is None else options.text)
+        ids = ids[: opened.model.max_length] if options.text is None else ids
+        check_text(opened.model, ids, "--text")
     folder = results_folder(options.output, options.workdir, "analysis")
     about = {
         **header(options.workdir, opened),

@@ -19,10 +19,9 @@ def sealed(record: dict) -> dict:
 
 
 def unsealed(record: dict) -> dict:
-    """The reverse of `sealed`. A record without a seal, of an earlier version, is returned as it is.
+    """The reverse of `sealed`, or a ValueError if the content isn't what was sealed.
 
-    Raises:
-        ValueError: if its content isn't what was sealed, or it has no seal but checksums, which came with the seal.
+    A record without a seal, of an earlier version, is returned as it is, unless it has checksums, which came with it.
     """
     content = {name: value for name, value in record.items() if name != "sha256"}
     if ("sha256" in record or "checksums" in record) and sealed(content) != record:

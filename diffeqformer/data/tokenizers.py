@@ -298,14 +298,10 @@ def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
 
 
 def restore_tokenizer(name: str, saved: str) -> Tokenizer:
-    """The tokenizer of a checkpoint, from its name and what its `save` gave.
-
-    Raises:
-        ValueError: if it has more than `LARGEST` bytes, as a small record could have, or isn't whole.
-    """
+    """The tokenizer of a checkpoint, from its name and what its `save` gave."""
     unpacking, data = zlib.decompressobj(), b""
     if saved:
-        data = unpacking.decompress(base64.b85decode(saved), LARGEST)
+        data = unpacking.decompress(base64.b85decode(saved), LARGEST)  # a small record could have any number of bytes
         if not unpacking.eof:
             raise ValueError(f"its tokenizer isn't whole, or has more than {LARGEST:,} bytes")
     return TOKENIZERS[name.partition("-")[0]].restore(data)

@@ -48,9 +48,6 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
     Without a coordinator, the processes are found from the environment of Cloud TPU, GKE, Slurm or Open MPI. From here
     on only process 0 prints, but every process reports its errors.
-
-    Raises:
-        UserError: if the options are inconsistent, or a process doesn't connect in time.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
@@ -158,8 +155,7 @@ def wait(what: str) -> None:
 def all_succeed(what: str) -> Iterator[None]:
     """Wait at the end of the `with` block for all processes. The block can take hours, or fail on only one of them.
 
-    Raises:
-        UserErrorEverywhere: on every process, if one raised a UserError. The others name that process, and the work.
+    If one raised a UserError, every process raises a UserErrorEverywhere. The others name that process, and the work.
     """
     error = None
     try:

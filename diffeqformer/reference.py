@@ -26,7 +26,7 @@ def time_features(t, num_frequencies, time_frequency):
 
 def time_mlp(p, e):
     """h(t) = lin2(silu(lin1(e(t)))): [E]."""
-    return silu(e @ p["lin1"] + p["lin1_bias"]) @ p["lin2"] + p["lin2_bias"]
+    return jax.nn.silu(e @ p["lin1"] + p["lin1_bias"]) @ p["lin2"] + p["lin2_bias"]
 
 
 def generated_layer(p, h):
@@ -59,10 +59,6 @@ def generated_block(depth, e):
 # ---------------------------------------------------------------- one block, given its weights
 
 
-def silu(a):
-    return a * jax.nn.sigmoid(a)
-
-
 def linear(w, x):
     return x @ w["kernel"] + w.get("bias", 0)
 
@@ -80,19 +76,6 @@ def causal_attention(q, k, v):
     """Equation (1) for one head, [S, K] each."""
     scores = jnp.where(np.tri(len(q), dtype=bool), q @ k.T / np.sqrt(q.shape[1]), -jnp.inf)
     return jax.nn.softmax(scores, axis=-1) @ v
-
-
-def gpt_attention(w, x, heads):
-    """Equation (4) for one sequence x [S, D]."""
-    qkv = linear(w["qkv"], layer_norm(w["norm_attention"], x)).reshape(len(x), heads, 3, -1)
-    outputs = [causal_attention(qkv[:, head, 0], qkv[:, head, 1], qkv[:, head, 2]) for head in range(heads)]
-    return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
-
-
-def gpt_feed_forward(w, x):
-    """Equation (5) for x [S, D], with the tanh form of GELU."""
-    a = linear(w["mlp_up"], layer_norm(w["norm_mlp"], x))
-    return linear(w["mlp_down"], 0.5 * a * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))))
 
 
 def frequency(k, R, theta, scaling):
@@ -115,6 +98,23 @@ def rotate(x, R, theta=10000.0, scaling=()):
     return jnp.concatenate([z.real, z.imag, x[:, R:]], axis=-1)
 
 
+def gpt_attention(w, x, heads, epsilon=1e-5, rotary_fraction=0, **rotary):
+    """Equation (4) for one sequence x [S, D]. In a GPT-NeoX, positions also rotate a part of each head."""
+    qkv = linear(w["qkv"], layer_norm(w["norm_attention"], x, epsilon)).reshape(len(x), heads, 3, -1)
+    R, outputs = int(rotary_fraction * qkv.shape[-1]), []
+    for head in range(heads):
+        q, k, v = qkv[:, head].swapaxes(0, 1)
+        outputs.append(causal_attention(rotate(q, R, **rotary), rotate(k, R, **rotary), v))
+    return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
+
+
+def gpt_feed_forward(w, x, epsilon=1e-5, exact=False):
+    """Equation (5) for x [S, D], with the tanh form of GELU or, in a GPT-NeoX, the exact one."""
+    a = linear(w["mlp_up"], layer_norm(w["norm_mlp"], x, epsilon))
+    gate = jax.scipy.special.erf(a / np.sqrt(2)) if exact else jnp.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))
+    return linear(w["mlp_down"], 0.5 * a * (1 + gate))
+
+
 def llama_attention(w, x, heads, epsilon, **rotary):
     """Heads share a key and a value if there are fewer of these."""
     y = rms_norm(w["norm_attention"], x, epsilon)
@@ -128,22 +128,7 @@ def llama_attention(w, x, heads, epsilon, **rotary):
 
 def llama_feed_forward(w, x, epsilon):
     y = rms_norm(w["norm_mlp"], x, epsilon)
-    return linear(w["mlp_down"], silu(linear(w["mlp_gate"], y)) * linear(w["mlp_up"], y))
-
-
-def neox_attention(w, x, heads, epsilon, rotary_fraction, **rotary):
-    """A GPT's, but that positions rotate a part of each head."""
-    qkv = linear(w["qkv"], layer_norm(w["norm_attention"], x, epsilon)).reshape(len(x), heads, 3, -1)
-    R = int(rotary_fraction * qkv.shape[-1])
-    turned = [[rotate(qkv[:, head, i], R, **rotary) for i in (0, 1)] for head in range(heads)]
-    outputs = [causal_attention(q, k, qkv[:, head, 2]) for head, (q, k) in enumerate(turned)]
-    return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
-
-
-def neox_feed_forward(w, x, epsilon):
-    """A GPT's with the exact form of GELU."""
-    a = linear(w["mlp_up"], layer_norm(w["norm_mlp"], x, epsilon))
-    return linear(w["mlp_down"], a * (1 + jax.scipy.special.erf(a / np.sqrt(2))) / 2)
+    return linear(w["mlp_down"], jax.nn.silu(linear(w["mlp_gate"], y)) * linear(w["mlp_up"], y))
 
 
 # ---------------------------------------------------------------- depth
@@ -156,7 +141,7 @@ def branches(w, heads, epsilon, **options):
         options: of `rotate`, theta and scaling; and rotary_fraction, which a NeoX's block alone has.
     """
     if "rotary_fraction" in options:
-        return lambda x: neox_attention(w, x, heads, epsilon, **options), lambda x: neox_feed_forward(w, x, epsilon)
+        return lambda x: gpt_attention(w, x, heads, epsilon, **options), lambda x: gpt_feed_forward(w, x, epsilon, True)
     if "qkv" in w:
         return lambda x: gpt_attention(w, x, heads), lambda x: gpt_feed_forward(w, x)
     return lambda x: llama_attention(w, x, heads, epsilon, **options), lambda x: llama_feed_forward(w, x, epsilon)

@@ -180,15 +180,13 @@ def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
 def interpolated_blocks(params, num_steps):
     """The block's weights at t_n = (n + 1) / L, linear in t between knots k / E, constant before the first."""
 
-    def at(t):
-        def weights(knots):
-            place = max(t * len(knots) - 1, 0)
-            before = min(int(place), len(knots) - 2)
-            return knots[before] + (place - before) * (knots[before + 1] - knots[before])
+    def at(t, knots):
+        place = max(t * len(knots) - 1, 0)
+        before = min(int(place), len(knots) - 2)
+        return knots[before] + (place - before) * (knots[before + 1] - knots[before])
 
-        return jax.tree.map(weights, params["depth"]["layers"])
-
-    return [at((n + 1) / num_steps) for n in range(num_steps)]
+    layers = params["depth"]["layers"]
+    return [jax.tree.map(lambda knots: at((n + 1) / num_steps, knots), layers) for n in range(num_steps)]
 
 
 def per_layer_blocks(params, num_steps):

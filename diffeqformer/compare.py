@@ -40,7 +40,7 @@ class Validated(NamedTuple):
     data_sha256: str
     validation_sha256: str
     parameters: int  # those that are trained
-    curve: dict[int, float]  # bits per byte by step
+    curve: dict[int, float]  # bits per byte by step, in order
     perplexity: float | None  # the paper's, per token, at the end of the curve; None in other numbers of steps
     tokens_per_second: float | None  # the best of all lines
     earlier_rates: dict | None
@@ -131,15 +131,14 @@ def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
         label += f"; seed{'s' * (len(runs) > 1)} {distinct([run.config.seed for run in runs])}"
         for run in runs:
             tokens = run.config.batch_size * run.config.sequence_length
-            steps = sorted(run.curve)
             thin = {"linewidth": 0.8, "alpha": 0.5} if len(runs) > 1 else {"label": label}
-            panel.plot([tokens * n for n in steps], [run.curve[n] for n in steps], f".{line}", color=colour, **thin)
+            panel.plot([tokens * n for n in run.curve], list(run.curve.values()), f".{line}", color=colour, **thin)
         if len(runs) > 1:
             steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
             means = [statistics.mean(run.curve[n] for run in runs) for n in steps]
             panel.plot([tokens * n for n in steps], means, line, color=colour, linewidth=2, label=label)
     panel.set(xlabel="training tokens", ylabel="validation, bits per byte")
-    curves = [[run.curve[n] for n in sorted(run.curve)] for runs in groups.values() for run in runs]
+    curves = [list(run.curve.values()) for runs in groups.values() for run in runs]
     highest = max(max(curve[len(curve) // 4 :]) for curve in curves)  # the first values would flatten all others
     lowest = min(map(min, curves))
     panel.set_ylim(top=highest + 0.05 * (highest - lowest or highest))

@@ -155,13 +155,13 @@ def parse_about(content: bytes, place: str | os.PathLike) -> dict:
         for shard in shards_of(about):  # a foreign store could name any file on this machine
             if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard["file"]):
                 raise UserError(f"{place}: 'file' must be a plain file name, but it is {shard['file']!r}; {REMEDY}")
-        if _is_account(about):
-            return about
+        if not _is_account(about):
+            raise ValueError
+        return about
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise UserError(f"{place}: this file of the token store can't be read; {REMEDY}")
+        raise UserError(f"{place}: this file of the token store can't be read; {REMEDY}") from None
 
 
 def read_about(folder: pathlib.Path) -> dict:

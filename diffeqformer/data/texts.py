@@ -298,7 +298,6 @@ def open_corpus(
 
 def stored_documents(stored: Split, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
     """The documents of a split of a token store: their text and their ids, of which the last is end-of-text."""
-    ids, start = stored.ids(0, stored.size), 0
-    for end in (np.flatnonzero(ids == tokenizer.end_of_text) + 1).tolist():
-        yield tokenizer.decode(ids[start : end - 1].tolist()), ids[start:end].tolist()
-        start = end
+    ids = stored.ids(0, stored.size)
+    for document in np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text) + 1)[:-1]:
+        yield tokenizer.decode(document[:-1].tolist()), document.tolist()

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -117,15 +116,8 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def write_json(path: pathlib.Path, data, **options) -> None:
     """Write data as JSON atomically, by default indented, with null in place of numbers that JSON can't represent."""
-    write_text(path, json.dumps(_finite(data), **{"indent": 1, **options}, allow_nan=False) + "\n")
-
-
-def _finite(data):
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    finite = json.loads(json.dumps(data, default=options.get("default")), parse_constant=lambda _: None)
+    write_text(path, json.dumps(finite, **{"indent": 1, **options}) + "\n")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

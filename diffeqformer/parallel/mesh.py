@@ -28,13 +28,13 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
             raise UserError(f"config.mesh.{axis}: must be at least 1, or -1 for the rest, but it is {size}")
     if sizes.count(-1) > 1:
         raise UserError(f"config.mesh: only one axis can be -1, the rest, but they are {sizes}")
-    known = int(np.prod([size for size in sizes if size != -1]))
-    if num_devices % known or (-1 not in sizes and known != num_devices):
+    try:
+        return np.arange(num_devices).reshape(sizes).shape
+    except ValueError:
         raise UserError(
             f"config.mesh: {' x '.join(axes)} must make up the {counted(num_devices, 'device')} of the run, but it is "
             f"{' x '.join(map(str, sizes))}; -1 means the rest"
-        )
-    return tuple(num_devices // known if size == -1 else size for size in sizes)
+        ) from None
 
 
 def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) -> None:

@@ -97,8 +97,7 @@ def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
 
 def _cuts(spec: PartitionSpec) -> list[tuple[int, str]]:
     """Each axis of the mesh that divides an array with this spec, with the dimension that it cuts, outer axes first."""
-    places = [(place,) if isinstance(place, str) else place or () for place in spec]
-    return [(dimension, axis) for dimension, axes in enumerate(places) for axis in axes]
+    return [(dimension, axis) for dimension, place in enumerate(spec) for axis in jax.tree.leaves(place)]
 
 
 def gather(values, specs, over: tuple[str, ...]):

@@ -56,27 +56,22 @@ def flow_exponents(
     return np.log(np.sort(found.astype(np.float64))[::-1])
 
 
-def picture(exponents: Float[np.ndarray, "k"]):
-    """Plot the exponents by rank."""
-    figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
-    axis.plot(range(1, len(exponents) + 1), exponents, "o-", markersize=3)
-    axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set(title="largest exponents of the flow, over the whole depth", xlabel="rank", ylabel="exponent")
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    return figure
-
-
 @in_float32
 def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, flow: int = 32) -> Section:
     """The `flow` largest exponents of the flow of all tokens of a text."""
     model, tokens = opened.model, jnp.asarray(ids)
     largest = flow_exponents(model, tokens, flow, num_steps)
+    figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
+    axis.plot(range(1, len(largest) + 1), largest, "o-", markersize=3)
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set(title="largest exponents of the flow, over the whole depth", xlabel="rank", ylabel="exponent")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     shown = [
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
             "together: the logarithms of a small change's growth over the whole depth in its fastest directions."
         ),
-        figures.as_html(picture(largest), "exponents of the flow"),
+        figures.as_html(figure, "exponents of the flow"),
     ]
     print(f"flow: largest exponent {largest[0]:.3f}", flush=True)
     numbers = {"exponents": largest.tolist()}

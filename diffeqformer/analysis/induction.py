@@ -54,22 +54,9 @@ def readable_ids(tokenizer: Tokenizer) -> list[int]:
     return [i for i, text in texts if text and text == printable(text) and "\ufffd" not in text]
 
 
-def picture(scores: np.ndarray, even: float, shares: dict[str, np.ndarray], times: np.ndarray, axis_label: str):
-    """Plot all heads' induction scores, from uniform attention's to 1, beside the signs of the spectra from which the
-    paper infers induction.
-    """
-    figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
-    figures.heat_map(axes[0], scores, times, "induction score, from uniform attention's", "score", vmin=even, vmax=1)
-    for axis, (name, share) in zip(axes[1:], shares.items(), strict=True):
-        figures.heat_map(axis, share, times, f"{name}: share with a positive real part", "share", **figures.SHARES)
-    for axis in axes:
-        figures.time_axis(axis, axis_label, times)
-    return figure
-
-
 @in_float32
 def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
-    """Induction scores beside the signs of the spectra."""
+    """Induction scores beside the signs of the spectra, from which the paper infers induction."""
     model = opened.model
     times = model.grid(num_steps).times[:: len(model.solver.nodes)]  # at which steps first evaluate the attention
     ids = readable_ids(opened.tokenizer)
@@ -78,6 +65,12 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     found = spectra(model, times, feed_forward=False)
     even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
     shares = {name: np.broadcast_to(one.positive_share(), scores.shape) for name, one in found.items()}
+    figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
+    figures.heat_map(axes[0], scores, times, "induction score, from uniform attention's", "score", vmin=even, vmax=1)
+    for axis, (name, share) in zip(axes[1:], shares.items(), strict=True):
+        figures.heat_map(axis, share, times, f"{name}: share with a positive real part", "share", **figures.SHARES)
+    for axis in axes:
+        figures.time_axis(axis, time_label(model), times)
     columns = {"score": scores} | {f"{name} positive": share for name, share in shares.items()}
     shown = [
         paragraph(
@@ -85,7 +78,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
             "from a token's second occurrence to the token that followed the first. Uniform attention scores "
             f"{even:.3f}, a perfect induction head 1."
         ),
-        figures.as_html(picture(scores, even, shares, times, time_label(model)), "induction scores"),
+        figures.as_html(figure, "induction scores"),
         table_of_heads(time_label(model), times, -scores, columns),
     ]
     print(f"induction: the best head scores {scores.max():.3f}; uniform attention {even:.3f}", flush=True)

@@ -56,9 +56,6 @@ class Validated(NamedTuple):
     def end(self) -> float:
         return self.curve[max(self.curve)]
 
-    def best_step(self) -> int:
-        return min(self.curve, key=self.curve.get)
-
 
 def read_run(folder: str) -> list[Validated]:
     """Read a run's config and curves: in its own number of steps first, then in others in which it was trained."""
@@ -119,7 +116,7 @@ def table(groups: dict[str, list[Validated]]) -> str:
         cells += [distinct([run.parameters for run in runs]), distinct(ends) + unfinished]
         cells += [spread([run.perplexity for run in runs], 2) if runs[0].perplexity else ""]
         cells += [spread([run.end() for run in runs], 4), spread([min(run.curve.values()) for run in runs], 4)]
-        cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
+        cells += [distinct([min(run.curve, key=run.curve.get) for run in runs]), f"{max(rates):,.0f}" if rates else ""]
         rows.append(cells)
     return markdown_table(list(COLUMNS), rows)
 

@@ -40,20 +40,6 @@ def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, marker: str =
     axis.set(ylim=(0, None))
 
 
-def picture(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, axis_label: str):
-    """The clustering measures [T + 1, q] along a model's own trajectory, and the spread of its tokens."""
-    figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
-    for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
-        quantile_bands(axis, times, quantiles, "o")
-        axis.set(title=f"pairwise distance of {name} / its rms", ylabel="distance / its rms")
-        figures.time_axis(axis, axis_label, times)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
-    axes[-1].plot(times, sizes, "o-", markersize=3)
-    axes[-1].set(title="rms of the pairwise distances of states", ylabel="distance")
-    figures.time_axis(axes[-1], axis_label, times)
-    return figure
-
-
 @in_float32
 def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None) -> Section:
     """Whether the tokens of a text cluster along the model's trajectory."""
@@ -62,12 +48,21 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
     found, sizes = relative_distances(states)
     measures = {"states": found, "directions": relative_distances(directions(states))[0]}
     times = np.concatenate([[0.0], model.grid(num_steps).ends])
+    figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
+    for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
+        quantile_bands(axis, times, quantiles, "o")
+        axis.set(title=f"pairwise distance of {name} / its rms", ylabel="distance / its rms")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
+    axes[-1].plot(times, sizes, "o-", markersize=3)
+    axes[-1].set(title="rms of the pairwise distances of states", ylabel="distance")
+    for axis in axes:
+        figures.time_axis(axis, time_label(model), times)
     shown = [
         paragraph(
             "Pairwise distances of the text's tokens, divided by their root mean square, for the states and for their "
             "directions x / |x|. Clusters would bring the lower quantiles to 0."
         ),
-        figures.as_html(picture(measures, sizes, times, time_label(model)), "clustering of tokens"),
+        figures.as_html(figure, "clustering of tokens"),
     ]
     numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}
     numbers |= {name: quantiles.tolist() for name, quantiles in measures.items()}

@@ -30,20 +30,6 @@ def relative_entropy(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"
     return (entropy / jnp.log(jnp.arange(2, probabilities.shape[-1] + 1))).mean((0, 2))
 
 
-def picture(entropy: np.ndarray, sizes: dict[str, np.ndarray], times: np.ndarray, axis_label: str):
-    """Plot the entropy of each head over time, and against both sizes of QK."""
-    figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
-    figures.over_time(axes[0], entropy, times, "entropy of attention", "share of uniform attention's")
-    figures.time_axis(axes[0], axis_label, times)
-    at = np.broadcast_to(times[:, None], entropy.shape)
-    for axis, (name, size) in zip(axes[1:], sizes.items()):
-        points = axis.scatter(size, entropy, c=at, s=14, cmap="viridis")
-        axis.set(title=f"against the {name} of QK", xlabel=SIZES[name], ylabel="share of uniform attention's")
-        figures.log_if_wide(axis, "x")
-    figure.colorbar(points, ax=axes[2], label=axis_label)
-    return figure
-
-
 @in_float32
 def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = None) -> Section:
     """The entropy of each head's attention in a text, beside the size of its QK."""
@@ -54,6 +40,15 @@ def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = N
     squares = {"eigenvalues": np.abs(found.eigenvalues) ** 2, "singular values": found.singular_values**2}
     sizes = {name: np.broadcast_to(np.sqrt(each.sum(-1) / width), entropy.shape) for name, each in squares.items()}
     correlations = {name: float(spearmanr(entropy, size, axis=None).statistic) for name, size in sizes.items()}
+    figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
+    figures.over_time(axes[0], entropy, times, "entropy of attention", "share of uniform attention's")
+    figures.time_axis(axes[0], time_label(model), times)
+    at = np.broadcast_to(times[:, None], entropy.shape)
+    for axis, (name, size) in zip(axes[1:], sizes.items()):
+        points = axis.scatter(size, entropy, c=at, s=14, cmap="viridis")
+        axis.set(title=f"against the {name} of QK", xlabel=SIZES[name], ylabel="share of uniform attention's")
+        figures.log_if_wide(axis, "x")
+    figure.colorbar(points, ax=axes[2], label=time_label(model))
     columns = {"entropy": entropy} | {SIZES[name]: size for name, size in sizes.items()}
     shown = [
         paragraph(
@@ -62,7 +57,7 @@ def section(opened: Checkpoint, ids: Sequence[int], *, num_steps: int | None = N
             f"{correlations['eigenvalues']:.2f} for eigenvalues (-1 if larger ones always mean sharper attention), and "
             f"{correlations['singular values']:.2f} for singular values."
         ),
-        figures.as_html(picture(entropy, sizes, times, time_label(model)), "entropy of attention"),
+        figures.as_html(figure, "entropy of attention"),
         table_of_heads(time_label(model), times, entropy, columns),
     ]
     print(f"sharpness: correlation with the eigenvalues of QK {correlations['eigenvalues']:.2f}", flush=True)

@@ -28,7 +28,7 @@ from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, reachable
-from diffeqformer.inference.harness_tasks import columns_of
+from diffeqformer.inference.harness_tasks import shown_value
 from diffeqformer.inference.perplexity import plot_by_depth
 from diffeqformer.inference.sampling import write_tokens
 from diffeqformer.inference.scoring import Scorer, window_size
@@ -108,8 +108,8 @@ def downstream_scores(folder: pathlib.Path, plan: list[Run]) -> dict[tuple[str, 
         found = {}
         for run in runs:
             place = os.path.realpath(run["workdir"]), run["checkpoint_step"], run["num_steps"]
-            [column] = columns_of([run])
-            scores = {f"{task}, {run['shots']} shots": str(v) for task, v in column.values[run["shots"]].items()}
+            shown = {task: shown_value(results, run["shots"]) for task, results in run["tasks"].items()}
+            scores = {f"{task}, {run['shots']} shots": str(value) for task, value in shown.items()}
             found.setdefault(place, {}).update(scores)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise UserError(f"--downstream: {folder} has no results of diffeqformer.downstream") from None

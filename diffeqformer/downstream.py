@@ -38,6 +38,8 @@ from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model
 
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
+Study = tuple[Tasks, pathlib.Path, dict, list]
+"""The tasks, the folder of results, the report of what models have scored so far, and their scores by document."""
 
 
 def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> int:
@@ -57,13 +59,12 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
     """Run lm-eval on one model, without its printed output, and return the results, with those of each document."""
     from lm_eval import evaluator
 
-    how = dict(limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, verbosity="ERROR")
     with contextlib.redirect_stdout(io.StringIO()):
-        return evaluator.evaluate(lm=model, task_dict=tasks, **how)
+        return evaluator.evaluate(lm=model, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP)
 
 
-def open_study(options, shots: list[int], window: int) -> tuple[Tasks, pathlib.Path, dict]:
-    """The tasks, for models of at least this window, the folder of results, and what models have scored so far."""
+def open_study(options, shots: list[int], window: int) -> Study:
+    """The tasks, for models of at least this window, and where results go, of which there are none yet."""
     if options.output:  # before the work whose results it will hold
         results_folder(options.output, options.workdir[0])
     tasks = load_tasks(options.tasks, options.include, shots, window)
@@ -74,12 +75,12 @@ def open_study(options, shots: list[int], window: int) -> tuple[Tasks, pathlib.P
     report = {"lm_eval": importlib.metadata.version("lm_eval"), "seed": SEED}
     report |= {name: getattr(options, name) for name in ("limit", "batch_size", "include")}
     report |= {"failed": tasks.failed, "runs": []}
-    return tasks, results_folder(options.output, options.workdir[0], "downstream"), report
+    return tasks, results_folder(options.output, options.workdir[0], "downstream"), report, []
 
 
-def run_tasks(study: tuple[Tasks, pathlib.Path, dict], workdir: str, model, shots: int) -> None:
+def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
     """Run all tasks of `open_study` with one model, a `HarnessModel`, and write each one's results when it is done."""
-    label, start, (tasks, folder, report) = f"{workdir}, {model.num_steps} steps", time.monotonic(), study
+    label, start, (tasks, folder, report, documents) = f"{workdir}, {model.num_steps} steps", time.monotonic(), study
     said = f"{counted(len(tasks.rows), 'task')}, {counted(shots, 'shot')}"
     print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
     run = {
@@ -90,28 +91,23 @@ def run_tasks(study: tuple[Tasks, pathlib.Path, dict], workdir: str, model, shot
         "shots": shots,
         "seed": model.opened.config.seed,
         "tasks": {},
-        "documents": {},
     }
+    scored = {"label": label, "shots": shots, "documents": {}}
     report["runs"].append(run)
+    documents.append(scored)
     for row, loaded in tasks.rows.items():
         model.counts.clear()
         set_shots(loaded["tasks"], tasks.own, shots)
         results = run_harness(model, loaded, report["limit"])
-        found = summary(results, row, model)
-        run["tasks"] |= found
-        run["documents"] |= scores_of_documents(results, found)
+        run["tasks"][row] = found = summary(results, row, model)
+        if scores := scores_of_documents(results, found):
+            scored["documents"][row] = scores
         run["seconds"] = round(time.monotonic() - start, 1)
-        write(folder, report)
+        # all results so far, so that an interruption or an error in a later task loses little
+        write_json(folder / "results.json", report, default=str)
+        write_json(folder / "documents.json", documents, indent=None)
+        write_text(folder / "results.md", describe(report["runs"], report["failed"]))
     print(f"done in {duration(run['seconds'])}", flush=True)
-
-
-def write(folder: pathlib.Path, report: dict) -> None:
-    """Write all results so far, so that an interruption or an error in a later task loses little."""
-    runs = [{name: value for name, value in run.items() if name != "documents"} for run in report["runs"]]
-    write_json(folder / "results.json", {**report, "runs": runs}, default=str)
-    documents = [{name: run[name] for name in ("label", "shots", "documents")} for run in report["runs"]]
-    write_json(folder / "documents.json", documents, indent=None)
-    write_text(folder / "results.md", describe(report["runs"], report["failed"]))
 
 
 def run_all(options) -> None:
@@ -141,7 +137,7 @@ def run_all(options) -> None:
             del model, work
     with hosts.all_succeed("the results"):
         if study:
-            (_, _, failed), folder, report = study
+            (_, _, failed), folder, report, _ = study
             print(f"\n{describe(report['runs'], failed)}")
             print(f"{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
             print(f"This table, all metrics and the scores of each document are in {folder}")

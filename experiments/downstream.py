@@ -62,16 +62,15 @@ TABLE_5 = """
 """
 
 
-def published(text: str, baseline: str, model: str) -> list[Column]:
+def published(text: str, baseline: str, model: str) -> dict[str, Column]:
     """The columns of a published table."""
     rows = {task: [*map(float, line.split())] for task, line in zip(TASKS, text.strip().splitlines())}
-    return [
-        Column(
-            f"{name} (published)",
-            {shots: {task: Value(*row[at : at + 2]) for task, row in rows.items()} for shots, at in places},
-        )
+    return {
+        f"{name} (published)": {
+            shots: {task: Value(*row[at : at + 2]) for task, row in rows.items()} for shots, at in places
+        }
         for name, places in ((baseline, ((0, 0), (5, 4))), (model, ((0, 2), (5, 6))))
-    ]
+    }
 
 
 PUBLISHED = {
@@ -86,18 +85,18 @@ def model_of(label: str) -> str:
     return SEED.sub(r"\1*", label)
 
 
-def means(runs: list[dict]) -> list[Column]:
+def means(runs: list[dict]) -> dict[str, Column]:
     """Means and standard deviations of the models that have several seeds."""
     groups = {}
-    for column in columns_of(runs):
-        groups.setdefault(model_of(column.heading), []).append(column)
-    return [Column(f"{model}: mean", _means(columns)) for model, columns in groups.items() if len(columns) > 1]
+    for label, column in columns_of(runs).items():
+        groups.setdefault(model_of(label), []).append(column)
+    return {f"{model}: mean": _means(columns) for model, columns in groups.items() if len(columns) > 1}
 
 
-def _means(columns: list[Column]) -> dict[int, dict[str, Value]]:
+def _means(columns: list[Column]) -> Column:
     found = {}
-    for shots, tasks in columns[0].values.items():
-        of_task = {task: [column.values[shots][task].value for column in columns] for task in tasks}
+    for shots, tasks in columns[0].items():
+        of_task = {task: [column[shots][task].value for column in columns] for task in tasks}
         found[shots] = {task: Value(statistics.mean(of), statistics.stdev(of)) for task, of in of_task.items()}
     return found
 
@@ -152,20 +151,19 @@ def differences(runs: list[dict]) -> str:
     )
 
 
-def plot(columns: list[Column], tasks: list[str], path: pathlib.Path) -> None:
+def plot(columns: dict[str, Column], tasks: list[str], path: pathlib.Path) -> None:
     """Draw a panel of bars for each number of shots."""
-    shots = list(columns[0].values)
+    shots = list(next(iter(columns.values())))
     figure, axes = new_figure(len(shots), 1, (max(7, 1.3 * len(tasks) + 2), 3.5 * len(shots) + 0.2 * len(columns)))
     for number, axis in zip(shots, axes[:, 0]):
-        here = [(index, column.values[number]) for index, column in enumerate(columns) if number in column.values]
+        here = [(index, label) for index, label in enumerate(columns) if number in columns[label]]
         width = 0.8 / len(here)
-        for place, (index, values) in enumerate(here):
+        for place, (index, label) in enumerate(here):
+            values = columns[label][number]
             known = [(at, values[task]) for at, task in enumerate(tasks) if task in values]
             across = [at + (place - (len(here) - 1) / 2) * width for at, _ in known]
             heights, errors = [value.value for _, value in known], [value.error or 0 for _, value in known]
-            axis.bar(
-                across, heights, width, yerr=errors, label=columns[index].heading, color=COLOURS[index % len(COLOURS)]
-            )
+            axis.bar(across, heights, width, yerr=errors, label=label, color=COLOURS[index % len(COLOURS)])
         axis.set_xticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks], rotation=25, ha="right")
         axis.set(title=f"{number} shots", xlabel="task", ylabel="per cent, standard errors")
         axis.grid(False, axis="x")
@@ -182,7 +180,8 @@ def main(_) -> None:
     runs = [{**run, "documents": scored["documents"]} for run, scored in zip(runs["runs"], documents, strict=True)]
     rows, columns = runs[0]["tasks"], columns_of(runs)
     if set(rows) & set(TASKS):
-        columns += [column for field in sorted({run["field"] for run in runs}) for column in PUBLISHED[field]]
+        for field in sorted({run["field"] for run in runs}):
+            columns |= PUBLISHED[field]
     text = table(columns, rows)
     if averaged := means(runs):
         text += f"\n{table(averaged, rows)}\nMeans over seeds (standard deviation).\n"

@@ -5,7 +5,7 @@ import math
 import pathlib
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ COUNTS = ("contexts", "contexts_cut", "unknown_tokens", "altered_texts")  # of `
 class Tasks(NamedTuple):
     """The tasks that can be run, and those that can't."""
 
-    rows: dict[str, dict]  # for each row of the tables, a group or a task, what `lm_eval.evaluator.evaluate` takes
+    rows: dict[str, dict]  # for each row of the tables, a task or group, what `lm_eval.evaluator.evaluate` takes
     own: dict[str, int | None]  # by task, the number of examples that its file sets
     failed: dict[str, str]  # by requested name, why it can't be run
 
@@ -95,13 +95,12 @@ def _find(names: list[str], include: str | None):
 
 
 def _load(manager, name: str) -> dict[str, dict]:
-    """The rows of a task, a group, or a tag, which has one for each of its tasks."""
+    """The rows of a task, a group, or a tag, which has those of its tasks."""
     random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples, the same whatever else is loaded
     try:
         found = manager.load([name])
-        if name in found["groups"]:
-            return {name: found}
-        return {row: manager.load([task]) for row, task in found["tasks"].items()}
+        parts = [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+        return dict(row for part in parts for row in _rows(manager, part))
     except Exception as error:  # a task file, its templates or a download can raise anything
         ours = OURS / f"{name}.yaml"
         such = f", such as {ours}" if ours.exists() else ""
@@ -109,6 +108,17 @@ def _load(manager, name: str) -> dict[str, dict]:
             f"{name} can't be loaded, {_reason(error)}; see that its data can be reached, or take --include with a "
             f"task file for local data{such}"
         ) from error
+
+
+def _rows(manager, part) -> Iterator[tuple[str, dict]]:
+    """A task or a group by its name, or the parts of a group without a value of its own."""
+    if not hasattr(part, "has_aggregation"):
+        yield part.task_name, manager.load([part])
+    elif part.has_aggregation:
+        yield part.name, manager.load([part])
+    else:
+        for inner in part:
+            yield from _rows(manager, inner)
 
 
 def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], window: int) -> None:
@@ -152,11 +162,8 @@ class Value(NamedTuple):
         return f"{self.value:.2f}" + ("" if self.error is None else f" ({self.error:.2f})") + self.note
 
 
-class Column(NamedTuple):
-    """Results of one model: shots -> task -> value."""
-
-    heading: str
-    values: dict[int, dict[str, Value]]
+Column = dict[int, dict[str, Value]]
+"""Results of one model: shots -> task -> value."""
 
 
 def in_order(tasks: Iterable[str]) -> list[str]:
@@ -167,13 +174,11 @@ def in_order(tasks: Iterable[str]) -> list[str]:
 
 def shown_metric(results: dict) -> str:
     """The key of the metric to show among a task's results; lm-eval's keys are "acc,none", "acc_stderr,none", ..."""
-    keys = [key for key, value in results.items() if "," in key and "_stderr," not in key and is_number(value)]
+    keys = [
+        key for key, value in results.items() if "," in key and "_stderr," not in key and isinstance(value, int | float)
+    ]
     rank = {name: place for place, name in enumerate(METRICS)}
     return min(keys, key=lambda key: rank.get(key.partition(",")[0], len(rank)))
-
-
-def is_number(value) -> bool:
-    return isinstance(value, (int, float))
 
 
 def shown_value(results: dict, shots: int) -> Value:
@@ -186,32 +191,33 @@ def shown_value(results: dict, shots: int) -> Value:
         note += f" [{results['contexts_cut']:,} of {results['contexts']:,} cut]"
     if results["unknown_tokens"] or results["altered_texts"]:
         note += f" [{results['unknown_tokens']:,} unknown, {results['altered_texts']:,} altered]"
-    return Value(scale * results[key], scale * error if is_number(error) else None, note)
+    return Value(scale * results[key], scale * error if isinstance(error, int | float) else None, note)
 
 
-def columns_of(runs: list[dict]) -> list[Column]:
-    """A column for each label, in the order of the runs."""
+def columns_of(runs: list[dict]) -> dict[str, Column]:
+    """The columns by label, in the order of the runs."""
     columns = {}
     for run in runs:
         values = {task: shown_value(results, run["shots"]) for task, results in run["tasks"].items()}
-        columns.setdefault(run["label"], Column(run["label"], {})).values[run["shots"]] = values
-    return list(columns.values())
+        columns.setdefault(run["label"], {})[run["shots"]] = values
+    return columns
 
 
-def table(columns: list[Column], rows: dict[str, dict], failed: Iterable[str] = ()) -> str:
-    """Columns as a Markdown table, by the shots of the first one."""
-    places = [(number, column) for number in columns[0].values for column in columns if number in column.values]
+def table(columns: dict[str, Column], rows: dict[str, dict], failed: Iterable[str] = ()) -> str:
+    """Columns by their headings as a Markdown table, by the shots of the first one."""
+    first = next(iter(columns.values()))
+    places = [(number, heading) for number in first for heading in columns if number in columns[heading]]
     above = [("Zero-shot" if n == 0 else "Five-shot" if n == 5 else f"{n}-shot") for n, _ in places]
     above = [name if i == 0 or above[i - 1] != name else "" for i, name in enumerate(above)]
     lines = [
         ["", "", *above],
         ["---", "---:"] + ["---:"] * len(places),
-        ["**Benchmark**", "**examples**", *(f"**{column.heading}**" for _, column in places)],
+        ["**Benchmark**", "**examples**", *(f"**{heading}**" for _, heading in places)],
     ]
     for task in in_order([*rows, *failed]):
         metric = shown_metric(rows[task]).partition(",")[0] if task in rows else "acc"
         name = TASKS.get(task, task) + ("" if metric == "acc" else f" [{metric}]")
-        values = [str(column.values[number].get(task, "–")) for number, column in places]
+        values = [str(columns[heading][number].get(task, "–")) for number, heading in places]
         lines.append([name, f"{rows[task]['examples']:,}" if task in rows else "not run", *values])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -233,46 +239,31 @@ def describe(runs: list[dict], failed: dict[str, str]) -> str:
     return text + "".join(f"\n{TASKS.get(task, task)} wasn't run: {why}\n" for task, why in failed.items())
 
 
-def leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
-    """The tasks of a group, or the task itself."""
-    return [leaf for part in parts[name] for leaf in leaves(part, parts)] if parts.get(name) else [name]
-
-
-def summary(results: dict, name: str, model) -> dict[str, dict]:
-    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of a requested task.
-
-    A group without a value of its own is replaced by its tasks.
-    """
-    values, parts = results["results"].get(name, {}), results["group_subtasks"]
-    if "sample_len" not in values:
-        return {task: row for part in parts.get(name, []) for task, row in summary(results, part, model).items()}
-    tasks = leaves(name, parts)
-    row = {
+def summary(results: dict, name: str, model) -> dict:
+    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of one row of `Tasks`."""
+    values, tasks = results["results"][name], results["samples"]
+    return {
         "examples": values["sample_len"],
-        **{name: sum(model.counts[leaf][name] for leaf in tasks) for name in COUNTS},
-        "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
+        **{count: sum(model.counts[task][count] for task in tasks) for count in COUNTS},
+        "shots": max(results["n-shot"].get(task, 0) for task in tasks),
         "version": results["versions"].get(name),
         **{key: value for key, value in values.items() if "," in key},
     }
-    return {name: row}
 
 
-def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[float]]:
-    """The shown metric of every document of each task, in the order of the documents, where the task's is their mean.
+def scores_of_documents(results: dict, row: dict) -> list[float] | None:
+    """The shown metric of every document of a row, task by task, in the order of the documents; None if the row's isn't
+    their mean.
 
     It isn't for perplexities, where a document has its log-likelihood, nor for groups in which tasks of different sizes
     count the same.
     """
-    scores = {}
-    for name, row in rows.items():
-        metric, _, chosen = (key := shown_metric(row)).partition(",")
-        samples = [
-            sample
-            for task in leaves(name, results["group_subtasks"])
-            for sample in sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
-            if sample["filter"] == chosen
-        ]
-        values = [sample.get(metric) for sample in samples]
-        if values and all(map(is_number, values)) and math.isclose(np.mean(values), row[key], abs_tol=1e-6):
-            scores[name] = [float(value) for value in values]
-    return scores
+    metric, _, chosen = (key := shown_metric(row)).partition(",")
+    scores = [
+        sample.get(metric)
+        for samples in results["samples"].values()
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"])
+        if sample["filter"] == chosen
+    ]
+    known = all(isinstance(score, int | float) for score in scores)
+    return list(map(float, scores)) if known and math.isclose(np.mean(scores), row[key], abs_tol=1e-6) else None

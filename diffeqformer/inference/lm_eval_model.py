@@ -144,10 +144,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
-        results = self._score([self._stretches(*ids) for _, *ids in requests], "Scoring", disable_tqdm)
-        for (texts, _, _), result in zip(requests, results):
-            self.cache_hook.add_partial("loglikelihood", texts, result)
-        return results
+        return self._score([self._stretches(*ids) for _, *ids in requests], "Scoring", disable_tqdm)
 
     def _stretches(self, context: list[int], continuation: list[int]) -> list[Stretch]:
         """The whole continuation, after the end of the context, as far as it fits into the window."""
@@ -169,10 +166,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             lost.append(lost_in(self.opened.tokenizer, text, ids))
             self._count(request, lost[-1])
         scores = self._score(groups, "Scoring texts", disable_tqdm)
-        results = [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
-        for request, result in zip(requests, results):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
-        return results
+        return [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
 
     def _score(self, groups: list[list[Stretch]], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
         """For each group of stretches: the sum of its log-probabilities, and whether all its ids are the likeliest."""

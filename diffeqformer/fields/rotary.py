@@ -10,7 +10,6 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,23 +18,12 @@ from jaxtyping import Array, Float, Int
 from diffeqformer.fields.layers import rows_from
 
 
-class Scaling(NamedTuple):
-    """How Llama 3 slows rotations down for longer texts (`model.rope_scaling`).
+def read_scaling(text: str) -> list[float] | None:
+    """How Llama 3 slows rotations down for longer texts (`model.rope_scaling`), such as "8,1,4,8192"; empty: None.
 
-    factor: slow rotations become slower by it.
-    slow, fast: at most, and at least, so many turns in a text of length `original` are slow and fast. Fast rotations
-        stay as they are. Between these, the change is linear in the number of turns.
-    original: tokens of the longest text before.
-    """
-
-    factor: float
-    slow: float
-    fast: float
-    original: float
-
-
-def read_scaling(text: str) -> Scaling | None:
-    """The scaling in a text such as "8,1,4,8192"; empty: None.
+    The numbers are `factor`, by which slow rotations become slower; `slow` and `fast`: at most, and at least, so many
+    turns in a text of the last number, `original`, are slow and fast; and `original`, the tokens of the longest text
+    before. Fast rotations stay as they are. Between these, the change is linear in the number of turns.
 
     Raises:
         ValueError: if it is no such text.
@@ -45,7 +33,7 @@ def read_scaling(text: str) -> Scaling | None:
     numbers = [float(number) for number in text.split(",")]
     if len(numbers) != 4 or not all(0 < number < math.inf for number in numbers) or numbers[1] >= numbers[2]:
         raise ValueError(text)
-    return Scaling(*numbers)
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +67,10 @@ class Rotary:
 def table(rotary: Rotary) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of position x theta^(-2 k / R), each [positions, R / 2] fp32, from float64 on the host."""
     frequencies = rotary.theta ** (-2 * np.arange(rotary.rotated // 2) / rotary.rotated)
-    if scale := read_scaling(rotary.scaling):
-        turns = scale.original * frequencies / (2 * np.pi)
-        kept = np.clip((turns - scale.slow) / (scale.fast - scale.slow), 0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scale.factor)
+    if scaling := read_scaling(rotary.scaling):
+        factor, slow, fast, original = scaling
+        turns = original * frequencies / (2 * np.pi)
+        kept = np.clip((turns - slow) / (fast - slow), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / factor)
     angles = np.outer(np.arange(rotary.positions), frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -86,19 +86,17 @@ class Llama(Block):
 
     def layers(self) -> dict[str, Linear | Norm]:
         mixed, shared = self.heads * self.head_width, self.key_value_heads * self.head_width
-        layers = {
+        return {
             "norm_attention": Norm(self.width, self.shift),
-            "query": Linear(self.width, mixed, ("embed", "heads")),
-            "key": Linear(self.width, shared, ("embed", "heads")),
-            "value": Linear(self.width, shared, ("embed", "heads")),
-            "attention_out": Linear(mixed, self.width, ("heads", "embed")),
+            "query": Linear(self.width, mixed, ("embed", "heads"), "query" in self.biases),
+            "key": Linear(self.width, shared, ("embed", "heads"), "key" in self.biases),
+            "value": Linear(self.width, shared, ("embed", "heads"), "value" in self.biases),
+            "attention_out": Linear(mixed, self.width, ("heads", "embed"), "attention_out" in self.biases),
             "norm_mlp": Norm(self.width, self.shift),
-            "mlp_gate": Linear(self.width, self.mlp, ("embed", "mlp")),
-            "mlp_up": Linear(self.width, self.mlp, ("embed", "mlp")),
-            "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed")),
+            "mlp_gate": Linear(self.width, self.mlp, ("embed", "mlp"), "mlp_gate" in self.biases),
+            "mlp_up": Linear(self.width, self.mlp, ("embed", "mlp"), "mlp_up" in self.biases),
+            "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed"), "mlp_down" in self.biases),
         }
-        without = [name for name, layer in layers.items() if isinstance(layer, Linear) and name not in self.biases]
-        return layers | {name: dataclasses.replace(layers[name], bias=False) for name in without}
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         y = rms_norm(weights["norm_attention"], x, self.epsilon)

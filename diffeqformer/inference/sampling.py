@@ -142,17 +142,13 @@ def write_tokens(
     """Generate text after a prompt of at least one id: yields the next token of every sample, [samples] int32.
 
     The device computes the next token while the caller handles this one. A sample's random choices depend on its number
-    and on the position, not on how many samples there are.
+    and on the position, not on how many samples there are. `NotFinite` is raised where logits are NaN or infinite.
 
     Args:
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
         vocab_size, unknown: ids from the first one on, which pad the vocabulary, and the second are never written.
         num_steps: steps of depth; None: as trained.
         sliding_window: when a text fills all positions, go on from its last half (`continue_prompts`).
-
-    Raises:
-        UserError: if one of these is out of range.
-        NotFinite: while generating, if logits are NaN or infinite.
     """
     choice.check()
     choice = choice._replace(vocab_size=vocab_size, unknown=unknown)

@@ -123,9 +123,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("stride", None, "Tokens between the starts of the full perplexity's windows; by default half.")
     flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
     hosts.define_flags()
-
-    def command() -> None:
-        with hosts.joined(flags.FLAGS):
-            score_checkpoint(flags.FLAGS)
-
-    command_line.run(command)
+    command_line.run(hosts.joined(flags.FLAGS)(lambda: score_checkpoint(flags.FLAGS)))

@@ -79,11 +79,10 @@ def _find(names: list[str], include: str | None):
 
     manager = None
     if include is not None:
-        if not pathlib.Path(include).is_dir():
-            raise UserError(f"--include: {include} isn't a folder; give one with lm-eval task files (.yaml)")
         manager = TaskManager(include_path=include, include_defaults=False)
         if not manager.all_subtasks:
-            raise UserError(f"--include: {include} has no lm-eval task file (.yaml with task: and dataset_path:)")
+            what = "lm-eval task files (.yaml with task: and dataset_path:)"
+            raise UserError(f"--include: must be a folder with {what}, but it is {include}")
     names = names or (manager.all_subtasks if manager else ["paper"])
     names = list(dict.fromkeys(name for given in names for name in (TASKS if given == "paper" else [given])))
     if manager is None or set(names) - set(manager.all_tasks):

@@ -326,14 +326,12 @@ def store(config: ConfigDict, workdir: str) -> Row:
     """The row of the config's token store, which is at `data.remote`."""
     remedy = "diffeqformer prepare with the same options puts it there"
 
-    def is_there() -> bool:
+    def find() -> None:
         folder = store_folder(config.data, tokenizer_of(config.data, saved_tokenizer(config, workdir)))
-        return folder.exists() or has_store(config.data.remote, folder.name)
+        if not folder.exists() and not has_store(config.data.remote, folder.name):
+            raise UserError("no token store of this config")
 
-    def judge(found: Sequence[bool]) -> tuple[str, str, str]:
-        return ("there", "", "ok") if all(found) else ("no token store of this config", "", "wrong")
-
-    return check("config.data.remote", remedy, is_there, judge)
+    return check("config.data.remote", remedy, find, lambda _: ("there", "", "ok"))
 
 
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:

@@ -155,10 +155,10 @@ if __name__ == "__main__":
     kind = flags.DEFINE_enum("kind", None, KINDS, "Weights as functions of t; by default one set per layer.")
     hosts.define_flags()
 
+    @hosts.joined(flags.FLAGS)
     def command() -> None:
-        with hosts.joined(flags.FLAGS):
-            found, check = import_model(pathlib.Path(folder.value), workdir.value, kind.value)
-            size = size_on_disk(work_folder(workdir.value)) / 1e6
-            print(f"{describe(found, check)}\n{workdir.value}: {size:,.1f} MB; use it with --workdir={workdir.value}")
+        found, check = import_model(pathlib.Path(folder.value), workdir.value, kind.value)
+        size = size_on_disk(work_folder(workdir.value)) / 1e6
+        print(f"{describe(found, check)}\n{workdir.value}: {size:,.1f} MB; use it with --workdir={workdir.value}")
 
     command_line.run(command, verbosity=logging.FATAL)

@@ -63,9 +63,9 @@ def split_reader(model: Transformer, num_steps: int | None = None, mesh: Mesh | 
     return on_every_device(reader, mesh) if mesh else reader
 
 
-def positions_for(needed: int, max_length: int) -> int:
-    """The length of a cache for so many positions: a power of two, so that few programs are compiled."""
-    return min(max_length, max(256, 1 << (needed - 1).bit_length()))
+def positions_for(needed: int, max_length: int, least: int = 256) -> int:
+    """How many positions so many are padded to: `least` or another power of two, so that few programs are compiled."""
+    return min(max_length, max(least, 1 << (needed - 1).bit_length()))
 
 
 def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:

@@ -16,7 +16,7 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
-from diffeqformer.inference.reader import Reader, split_reader
+from diffeqformer.inference.reader import Reader, positions_for, split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
@@ -24,7 +24,7 @@ from diffeqformer.parallel.sharding import on_each_device, partition
 from diffeqformer.transformer import Transformer, check_length
 
 Show = Callable[[int, int], None]  # called with the number of scored ids and their total
-SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
+SHORTEST = 32  # the fewest positions to which a sequence is padded
 
 
 class Stretch(NamedTuple):
@@ -127,7 +127,9 @@ class Scorer:
 
         Sequences of similar length share a batch, after which `show` is called.
         """
-        lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
+        inputs = [len(sequence.ids) - 1 for sequence in sequences]
+        check_length(max(inputs, default=0), self.max_length)
+        lengths = [positions_for(number, self.max_length, SHORTEST) for number in inputs]
         states = jax.ShapeDtypeStruct(
             (self.batch_size // self.mesh.size, max(lengths, default=0), self.width), jnp.float32
         )
@@ -158,11 +160,6 @@ class Scorer:
                 show(done, total)
             waiting = batch
         return results
-
-    def _positions(self, inputs: int) -> int:
-        """How many positions some inputs are padded to."""
-        check_length(inputs, self.max_length)
-        return min(self.max_length, max(SHORTEST, 1 << (inputs - 1).bit_length()))
 
     def score_rows(self, ids: Int[np.ndarray, "B positions"]) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
         """The scores of all ids but the first of each row. S is one less than the number of positions."""

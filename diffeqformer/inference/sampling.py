@@ -303,8 +303,6 @@ def write_texts(
         except UserError as error:
             raise UserError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
         texts += [Text(tokenizer, ids, count, until, sample) for sample in range(samples)]
-    if not texts:
-        return iter(())
     size = min(batch_size, len(texts))
     reader = _reader(model, num_steps, max(len(text.prompt) + text.count for text in texts), size, "batch_size")
     return write_batches(reader, model.max_length, tokenizer, texts, sample_keys(key, samples), choice, size)

@@ -23,22 +23,13 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.harness_tasks import (
-    PERCENT,
-    SEED,
-    Tasks,
-    describe,
-    load_tasks,
-    scores_of_documents,
-    set_shots,
-    summary,
-)
+from diffeqformer.inference import harness_tasks
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model
 
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
-Study = tuple[Tasks, pathlib.Path, dict, list]
+Study = tuple[harness_tasks.Tasks, pathlib.Path, dict, list]
 """The tasks, the folder of results, the report of what models have scored so far, and their scores by document."""
 
 
@@ -67,12 +58,12 @@ def open_study(options, shots: list[int], window: int) -> Study:
     """The tasks, for models of at least this window, and where results go, of which there are none yet."""
     if options.output:  # before the work whose results it will hold
         results_folder(options.output, options.workdir[0])
-    tasks = load_tasks(options.tasks, options.include, shots, window)
+    tasks = harness_tasks.load_tasks(options.tasks, options.include, shots, window)
     for row in tasks.rows.values():
         for name, task in row["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 hosts.check_one(f"--tasks: {name} is a task of generation, which")
-    report = {"lm_eval": importlib.metadata.version("lm_eval"), "seed": SEED}
+    report = {"lm_eval": importlib.metadata.version("lm_eval"), "seed": harness_tasks.SEED}
     report |= {name: getattr(options, name) for name in ("limit", "batch_size", "include")}
     report |= {"failed": tasks.failed, "runs": []}
     return tasks, results_folder(options.output, options.workdir[0], "downstream"), report, []
@@ -97,16 +88,16 @@ def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
     documents.append(scored)
     for row, loaded in tasks.rows.items():
         model.counts.clear()
-        set_shots(loaded["tasks"], tasks.own, shots)
+        harness_tasks.set_shots(loaded["tasks"], tasks.own, shots)
         results = run_harness(model, loaded, report["limit"])
-        run["tasks"][row] = found = summary(results, row, model)
-        if scores := scores_of_documents(results, found):
+        run["tasks"][row] = found = harness_tasks.summary(results, row, model)
+        if scores := harness_tasks.scores_of_documents(results, found):
             scored["documents"][row] = scores
         run["seconds"] = round(time.monotonic() - start, 1)
         # all results so far, so that an interruption or an error in a later task loses little
         write_json(folder / "results.json", report, default=str)
         write_json(folder / "documents.json", documents, indent=None)
-        write_text(folder / "results.md", describe(report["runs"], report["failed"]))
+        write_text(folder / "results.md", harness_tasks.describe(report["runs"], report["failed"]))
     print(f"done in {duration(run['seconds'])}", flush=True)
 
 
@@ -138,8 +129,8 @@ def run_all(options) -> None:
     with hosts.all_succeed("the results"):
         if study:
             (_, _, failed), folder, report, _ = study
-            print(f"\n{describe(report['runs'], failed)}")
-            print(f"{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
+            print(f"\n{harness_tasks.describe(report['runs'], failed)}")
+            print(f"{', '.join(harness_tasks.PERCENT)} in per cent, other metrics as they are (standard error).")
             print(f"This table, all metrics and the scores of each document are in {folder}")
             if failed:
                 raise UserError(f"--tasks: {', '.join(failed)} didn't run; the reasons are in {folder}/results.md")

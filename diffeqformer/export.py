@@ -28,7 +28,7 @@ from diffeqformer.console.results import header, home_folder
 from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.llama import BIASES
 from diffeqformer.huggingface.architectures import ARCHITECTURES
-from diffeqformer.huggingface.model_folder import check_new, tokenizer_files, written_whole
+from diffeqformer.huggingface.model_folder import tokenizer_files, written_whole
 from diffeqformer.huggingface.pretrained import SENTENCE, difference, logits_of, open_pretrained, write_pretrained
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.parallel import hosts
@@ -57,11 +57,10 @@ def export(
     """Write a run's model in a number of steps (None: as trained) as a folder in Hugging Face's format; compare both.
 
     Returns what was written, in words, and the largest error of a logit of it in `SENTENCE`, as a part of the largest.
-
-    Raises:
-        UserError: if no architecture computes the same, or the folder can't be written. Then nothing is.
+    After an error, nothing is.
     """
-    check_new(folder)
+    if any(folder.iterdir()) if folder.is_dir() else folder.exists():
+        raise UserError(f"--to: {folder} already holds something; give another folder, or delete it")
     check_exact(checkpoint.load_config(workdir, step))
     opened = checkpoint.load(workdir, step=step)
     model, tokenizer = opened.model.replace(dtype=jnp.dtype("float32")), opened.tokenizer

@@ -108,12 +108,6 @@ def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def check_new(folder: pathlib.Path) -> None:
-    """Raise a UserError if there is a file, or a folder that isn't empty, where a folder will be written."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"--to: {folder} already holds something; give another folder, or delete it")
-
-
 @contextlib.contextmanager
 def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder beside another, for a `with` block that writes into it. At the end it becomes the other.
@@ -129,8 +123,7 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
             path.chmod(0o666 & partial.stat().st_mode)  # safetensors' are its owner's alone
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-        check_new(folder)
-        partial.replace(folder)
+        partial.replace(folder)  # fails if it is a file, or a folder that isn't empty
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"--to: {folder} can't be written: {reason_of(error)}; give another folder") from None
     finally:

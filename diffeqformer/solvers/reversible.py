@@ -51,11 +51,6 @@ def begin(x: Float[Array, "B S D"], dt: Float[Array, ""]) -> Pair:
     return Pair(x, x)
 
 
-def coupling(dt: Float[Array, ""]) -> Float[Array, ""]:
-    """a, for a step of length dt."""
-    return jnp.exp(-COUPLING * dt)
-
-
 def reversible_form(solver):
     """The reversible form of a one-step solver (`solver.Solver`)."""
     mirrored = solver.nodes if solver.order == 1 else [1 - node for node in solver.nodes]
@@ -68,7 +63,7 @@ def reversible_form(solver):
     forth, back = functools.partial(increment, solver.nodes, 1), functools.partial(increment, mirrored, -1)
 
     def step(field, layers, pair, dt, context):
-        a = coupling(dt)
+        a = jnp.exp(-COUPLING * dt)
         x = a * pair.x + (1 - a) * pair.y + forth(field, context, dt, layers, pair.y)
         return Pair(x, pair.y - back(field, context, dt, layers, x))
 
@@ -125,7 +120,7 @@ def undo(
     def back_one(carry, inputs):
         (x, y), (d_x, d_y), d_constant = carry
         step, dt, layers = inputs
-        (forth, back), a = steps.increments(dt, step, keys), coupling(dt)
+        (forth, back), a = steps.increments(dt, step, keys), jnp.exp(-COUPLING * dt)
         layers, pull_layers = jax.vjp(steps.at_nodes, layers, constant)
         change, pull = jax.vjp(back, layers, x)
         y, (d_back, d_added) = y + change, pull(-d_y)

@@ -47,8 +47,9 @@ def remembers(config: ConfigDict) -> bool:
 
 
 def rotated(config: ConfigDict) -> int:
-    """The number of a head's entries that positions rotate."""
-    return vector_field(config.model).rotated
+    """The number of a head's entries that positions rotate in pairs, so that it must be even."""
+    rotary = vector_field(config.model).rotary
+    return rotary.rotated if rotary else 0
 
 
 def chunks_have_steps(config: ConfigDict) -> bool:

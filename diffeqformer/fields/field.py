@@ -61,11 +61,6 @@ class Block(VectorField):
     def from_config(cls, config, vanilla: bool) -> "Block":
         """The block for the `model` part of a config; with `vanilla`, the block of the usual GPT or Llama."""
 
-    @property
-    def rotated(self) -> int:
-        """The number of a head's entries that positions rotate in pairs, so that it must be even."""
-        return self.rotary.rotated if self.rotary else 0
-
     @abc.abstractmethod
     def layers(self) -> dict[str, Linear | Norm]:
         """Shape and logical axes of every layer of the block, by name."""

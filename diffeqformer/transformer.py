@@ -200,7 +200,7 @@ class Transformer(nnx.Module):
         Args:
             tokens: the ids at `position`, `position` + 1, ...
             weights: the same weights with which the cache was filled.
-            cache: holds every earlier position; at the start, from `KeyValueCache.empty`.
+            cache: holds every earlier position; at the start, of zeros.
             position: number of tokens before these, of each example or of all; with S it must not exceed the cache's
                 length.
         """

@@ -86,7 +86,7 @@ def read_prompt(
     model, weights, length = reader.model(), reader.weights, tokens.shape[1]
     field = model.field
     evaluations = len(weights.step_sizes) * model.solver.evaluations
-    cache = KeyValueCache.empty(evaluations, 1, length, field.key_value_heads, field.head_width, model.dtype)
+    zeros = jnp.zeros((evaluations, 1, length, field.key_value_heads, field.head_width), model.dtype)
 
     def read_chunk(chunk, carry):
         position = chunk * CHUNK
@@ -94,7 +94,8 @@ def read_prompt(
         return model.extend(here, weights, carry[1], position)
 
     states = jnp.zeros((1, CHUNK, field.width), jnp.float32)
-    states, cache = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, (states, cache))
+    start = states, KeyValueCache(zeros, zeros)
+    states, cache = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, start)
     last = jax.lax.dynamic_slice_in_dim(states, (count - 1) % CHUNK, 1, axis=1)  # of the last chunk
     return model.head(last)[:, 0], cache
 

@@ -13,12 +13,6 @@ class KeyValueCache(NamedTuple):
     keys: Float[Array, "evaluations B length G K"]
     values: Float[Array, "evaluations B length G K"]
 
-    @classmethod
-    def empty(cls, evaluations: int, batch: int, length: int, heads: int, head_width: int, dtype) -> "KeyValueCache":
-        """An empty cache for `length` positions and `evaluations` evaluations, over all steps."""
-        zeros = jnp.zeros((evaluations, batch, length, heads, head_width), dtype)
-        return cls(zeros, zeros)
-
 
 class CachedAttention:
     """`attend` for one step of depth: store the new tokens' keys and values, then attend to all tokens up to each one.

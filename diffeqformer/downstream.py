@@ -142,15 +142,15 @@ def prepare_lm_eval() -> None:
         os.environ.setdefault("TQDM_DELAY", "15")
         os.environ.setdefault("TQDM_MININTERVAL", "15")
     try:
-        from lm_eval import utils
+        import lm_eval.tasks
     except ImportError:
         raise UserError(
             "lm_eval: lm-evaluation-harness isn't installed; install it with pip install 'lm-eval>=0.4.13,<0.5'"
         ) from None
-    for library in ("lm_eval", "datasets", "huggingface_hub", "httpx"):
+    for library in ("lm_eval", "datasets", "huggingface_hub", "httpx"):  # the hub's reports each of its attempts, twice
         logging.getLogger(library).setLevel(logging.ERROR)
     # lm-eval recompiles a template for every question and every example, which takes longer than scoring.
-    utils.env.from_string = functools.lru_cache(256)(utils.env.from_string)
+    lm_eval.utils.env.from_string = functools.lru_cache(256)(lm_eval.utils.env.from_string)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Tasks of lm-evaluation-harness: each one is tried before anything is scored; and the table of their scores."""
 
-import logging
 import math
 import pathlib
 import random
@@ -51,7 +50,6 @@ def load_tasks(names: list[str], include: str | None, shots: list[int], window: 
     A task that fails is reported at once on the standard error, and left out.
     """
     manager, names = _find(names, include)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would report each of its attempts, twice
     tasks = Tasks({}, {}, {})
     for name in names:
         print(f"loading {name}", file=sys.stderr, flush=True)

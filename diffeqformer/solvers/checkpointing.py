@@ -93,6 +93,11 @@ def _put(kept: PyTree, slot: Int[Array, ""], state: PyTree) -> PyTree:
     return jax.tree.map(put, kept, state)
 
 
+def _at(tree: PyTree, index: Int[Array, ""]) -> PyTree:
+    """One entry of stacked arrays."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def last_state(
     advance: Callable[..., PyTree],
@@ -144,14 +149,13 @@ def _backward(advance, snapshots, residuals, d_state):
     def again(index, carry):
         state, kept = carry
         step = plan.advanced[index]
-        layers = jax.tree.map(lambda leaf: leaf[step], stacked)
-        state = advance(state, layers, constant, step, step_sizes[step], keys)
+        state = advance(state, _at(stacked, step), constant, step, step_sizes[step], keys)
         return state, _put(kept, plan.kept[index], state)
 
     def turn(carry, inputs):
         kept, d_state, d_constant = carry
         step, slot, offset, count, dt, layers = inputs
-        state = jax.tree.map(lambda leaf: leaf[slot], kept)
+        state = _at(kept, slot)
         if computes_again:
             state, kept = jax.lax.fori_loop(offset, offset + count, again, (state, kept))
         _, pull = jax.vjp(lambda *parts: advance(*parts, step, dt, keys), state, layers, constant)

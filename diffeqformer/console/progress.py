@@ -12,7 +12,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from diffeqformer.console.results import markdown_table
-from diffeqformer.console.terminal import duration
+from diffeqformer.console.terminal import print_progress
 from diffeqformer.errors import reachable
 
 FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
@@ -171,12 +171,12 @@ class Progress:
             left = (self.steps - step) * (now - self.start) / (step - self.timed_from)
             self.last_step, self.last_time = step, now
             scalars = {**scalars, "tokens_per_second": rate}
-            pace, left = f"{rate:,.0f} tokens/s", duration(left)
+            said = f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}"
             if self.seconds_at_peak > 0:
                 scalars["utilisation"] = self.seconds_at_peak / seconds
-                pace += f"  {scalars['utilisation']:.1%} of peak"
+                said += f"  {scalars['utilisation']:.1%} of peak"
             self.seconds_at_peak = 0.0
-            print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}  {left} left", flush=True)
+            print_progress(said, rate, left)
         self._track(step, "train", scalars)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:

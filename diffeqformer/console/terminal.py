@@ -36,6 +36,15 @@ class PrintableOutput:
         return getattr(self.output, name)
 
 
+def print_progress(
+    said: str, rate: float, seconds_left: float | None, unit: str = "tokens", output: io.TextIOBase | None = None
+) -> None:
+    """Print a line of progress: what is said, the rate, and the time left, if it is known."""
+    speed = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}"
+    left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
+    print(f"{said}  {speed} {unit}/s{left}", file=output, flush=True)
+
+
 def show_progress(
     what: str, unit: str = "tokens", output: io.TextIOBase | None = None, before: int = 0
 ) -> Callable[..., None]:
@@ -51,8 +60,7 @@ def show_progress(
         now = time.monotonic()
         if now - shown > 5 or (facts and done == total):
             shown, rate = now, (done - before) / (now - start)
-            speed = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}"
-            left = f"  {duration((total - done) / rate)} left" if rate else ""
-            print(f"  {what}: {done:,}/{total:,} {unit}{facts}  {speed} {unit}/s{left}", file=output, flush=True)
+            left = (total - done) / rate if rate else None
+            print_progress(f"  {what}: {done:,}/{total:,} {unit}{facts}", rate, left, unit, output)
 
     return show

@@ -8,8 +8,11 @@ Modes, shape, hardware and hyperparameters: as in configs/finetune_openwebtext_t
 What to expect: not run.
 """
 
-from diffeqformer.config import finetuning
+import pathlib
+import runpy
+
+OTHER = runpy.run_path(str(pathlib.Path(__file__).with_name("finetune_openwebtext_to_wikitext103.py")))["get_config"]
 
 
 def get_config(mode: str = "full"):
-    return finetuning("wikitext103", "openwebtext", mode)
+    return OTHER(mode, pretraining="wikitext103", task="openwebtext")

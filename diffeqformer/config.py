@@ -93,35 +93,6 @@ def as_recipe(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
-    """The paper's fine-tuning at another depth (section 6.2): GPT-medium's shape, pretrained in 18 steps.
-
-    Args:
-        pretraining, task: the two corpora.
-        mode: pretrain, full or lora. With the suffix -gpt: the same for the GPT baseline of 24 layers.
-    """
-    stage, _, model = mode.partition("-")
-    if stage not in ("pretrain", "full", "lora") or model not in ("", "gpt"):
-        known = ":pretrain, :full or :lora, or one of these with -gpt"
-        raise UserError(f"--config: must end with {known}, but it is :{mode}")
-    first = f"pretrain_{pretraining}" + (f"-{model}" if model else "")
-    config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
-    config.name = first
-    config.steps, config.batch_size = 10_001, 256
-    config.eval_every = config.checkpoint_every = 200
-    config.optimizer.update(learning_rate=3e-4, decay="everything")
-    config.mesh.fsdp = 8
-    config.model.num_steps = 24 if model else 18
-    if stage == "pretrain":
-        config.data.task, config.microbatches, config.model.remat = pretraining, 4, "products"
-        config.model.update(width=1024, heads=16, mlp=4096, time_embed_dim=100, sinusoidal_dim=256, vocab_multiple=128)
-    else:
-        config.name, config.data.task, config.base = f"{pretraining}_to_{task}-{mode}", task, f"runs/{first}"
-        if stage == "lora":
-            config.model.update(lora_rank=200, lora_start="published")
-    return config
-
-
 def fields_of(config: ConfigDict) -> dict[str, Any]:
     """The values of all fields by their dotted names, in the order of these."""
     return dict(sorted(traverse_util.flatten_dict(config.to_dict(), sep=".").items()))

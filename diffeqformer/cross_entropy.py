@@ -36,7 +36,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The sum over positions of `weights` times -log softmax(matrix x)[target], in nats, fp32.
 
-    Where it is differentiated, `_forward` computes it, with its gradient in the same pass.
+    `_forward` computes it, with its gradient in the same pass. XLA leaves the gradient out where nothing uses it.
 
     Args:
         x: the last states after the final norm, in the compute type.
@@ -46,15 +46,7 @@ def cross_entropy(
         soft: adds their weight times KL(teacher || softmax(matrix x)) to the loss of each position (knowledge
             distillation at temperature 1: Hinton et al., 2015, arXiv:1503.02531).
     """
-
-    def add(total, chunk):
-        x, states, targets, weights = chunk
-        losses, logits, *sums = _losses(x, matrix, targets, vocab_size)
-        if soft:
-            losses += soft.weight * _divergence(logits, *sums, states, soft.matrix, vocab_size)[0]
-        return total + jnp.sum(losses * weights), None
-
-    return jax.lax.scan(add, jnp.float32(0), _chunks(x, soft and soft.states, targets, weights))[0]
+    return _forward(x, matrix, targets, weights, vocab_size, soft)[0]
 
 
 def log_probabilities(

@@ -99,11 +99,9 @@ def _load(manager, name: str) -> dict[str, dict]:
         parts = [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
         return dict(row for part in parts for row in _rows(manager, part))
     except Exception as error:  # a task file, its templates or a download can raise anything
-        ours = OURS / f"{name}.yaml"
-        such = f", such as {ours}" if ours.exists() else ""
         raise UserError(
             f"{name} can't be loaded, {_reason(error)}; see that its data can be reached, or take --include with a "
-            f"task file for local data{such}"
+            f"task file for local data, like those in {OURS}"
         ) from error
 
 

@@ -43,8 +43,6 @@ class Evaluation:
     def __post_init__(self):
         if not self.documents:
             raise UserError(f"{self.name}: there is nothing in it but white space; choose another text")
-        if self.bytes is None:
-            self.bytes = sum(len(text.encode()) for text, _ in self.documents)
 
     @functools.cached_property
     def windows(self) -> Int[np.ndarray, "N window"]:
@@ -70,7 +68,8 @@ class Evaluation:
         tokens = sum(map(len, every)) - len(every)
         self.nats = [-total for total in _log_likelihoods(stretches, tokens, scorer, show)]
         words = sum(len(text.split()) for text, _ in self.documents)
-        return {**text_results(-sum(self.nats), tokens, words, self.bytes), "documents": len(every)}
+        size = sum(len(text.encode()) for text, _ in self.documents) if self.bytes is None else self.bytes
+        return {**text_results(-sum(self.nats), tokens, words, size), "documents": len(every)}
 
     def accounts(self, tokenizer: Tokenizer) -> list[dict[str, int]]:
         """Of each document: its bytes, its tokens without end-of-text, and what the tokenizer loses (`lost_in`)."""

@@ -12,10 +12,8 @@ def shares_of_depths(text: str) -> dict[int, float]:
     """The numbers of steps among which training draws, and their shares, which add up to 1, from `training_depths`.
 
     Args:
-        text: such as "2,4,8", or "2:1,4:3,8:1" with weights (1 if left out).
-
-    Raises:
-        ValueError: if it isn't such a list, a number occurs twice, or one isn't positive or is above `MOST_STEPS`.
+        text: such as "2,4,8", or "2:1,4:3,8:1" with weights (1 if left out). A ValueError if it isn't such a list, a
+            number occurs twice, or one isn't positive or is above `MOST_STEPS`.
     """
     pairs = [item.partition(":") for item in text.split(",")] if text else []
     weights = {int(steps): float(weight) if colon else 1.0 for steps, colon, weight in pairs}
@@ -29,8 +27,7 @@ def shares_of_depths(text: str) -> dict[int, float]:
 def left_out_layers(text: str) -> tuple[int, ...]:
     """The layers that fewer steps leave out, in this order, from `left_out`, such as "16,17,14".
 
-    Raises:
-        ValueError: if it isn't such a list, or a layer occurs twice.
+    A ValueError if it isn't such a list, or a layer occurs twice.
     """
     layers = tuple(int(layer) for layer in text.split(",")) if text else ()
     if len({*layers}) < len(layers) or min(layers, default=0) < 0:

@@ -23,10 +23,8 @@ def read_scaling(text: str) -> list[float] | None:
 
     The numbers are `factor`, by which slow rotations become slower; `slow` and `fast`: at most, and at least, so many
     turns in a text of the last number, `original`, are slow and fast; and `original`, the tokens of the longest text
-    before. Fast rotations stay as they are. Between these, the change is linear in the number of turns.
-
-    Raises:
-        ValueError: if it is no such text.
+    before. Fast rotations stay as they are. Between these, the change is linear in the number of turns. A ValueError
+    if it is no such text.
     """
     if not text:
         return None

@@ -178,9 +178,7 @@ def validation_of(folder: epath.Path, step: int) -> dict | None:
 
 def set_validations_aside(folder: epath.Path) -> None:
     """Move the validations aside that aren't what was saved. Their checkpoints then count as not validated."""
-    with reachable("--workdir", folder):
-        names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    for step in sorted(int(name) for name in names if name.isdecimal()):
+    for step in steps_of(folder):
         try:
             validation_of(folder, step)
         except Damaged as error:

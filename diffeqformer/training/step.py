@@ -111,17 +111,15 @@ def make_weights(loss: ShardedLoss, divided: Shardings) -> Callable:
     They are the stacked weights; or only the steps, by which each batch generates weights chunk by chunk
     (`model.generate_chunk`).
     """
+    chunked = isinstance(loss, ChunkedLoss)
 
     def weights(params, num_steps):
         model = nnx.merge(loss.graph, params)
-        return model.weights(model.grid(num_steps))
+        grid = model.grid(num_steps)
+        return jax.tree.map(np.asarray, loss.chunked(model, grid)) if chunked else model.weights(grid)
 
-    def chunked_steps(params, num_steps):
-        model = nnx.merge(loss.graph, params)
-        return jax.tree.map(np.asarray, loss.chunked(model, model.grid(num_steps)))
-
-    if isinstance(loss, ChunkedLoss):
-        return chunked_steps
+    if chunked:
+        return weights
     of_params = (divided.state["params"],)
     return jax.jit(weights, in_shardings=of_params, out_shardings=divided.weights, static_argnames="num_steps")
 

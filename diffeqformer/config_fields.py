@@ -43,11 +43,7 @@ def one_of(names: Iterable[str]) -> Values:
 
 
 def traced_steps(text: str) -> range:
-    """The steps of training in a text such as "100-102", which are three, or "100"; empty: none.
-
-    Raises:
-        ValueError: if it is no such text.
-    """
+    """The steps of training in a text such as "100-102", which are three, or "100"; empty: none. Or a ValueError."""
     if not re.fullmatch(r"(\d+(-\d+)?)?", text):
         raise ValueError(text)
     first, _, last = text.partition("-")

@@ -132,10 +132,7 @@ class Transformer(nnx.Module):
         """The steps of this model's solver through depth, in float64.
 
         Args:
-            num_steps: the number of steps, of equal length; by default as in training.
-
-        Raises:
-            UserError: if `num_steps` is below 1 or above `MOST_STEPS`.
+            num_steps: the number of steps, of equal length, at most `MOST_STEPS`; by default as in training.
         """
         num_steps = self.num_steps if num_steps is None else num_steps
         if not 1 <= num_steps <= MOST_STEPS:
@@ -170,9 +167,6 @@ class Transformer(nnx.Module):
             tokens: ids below the vocabulary size; S at most `max_length`.
             weights: from `self.weights`, with any number of steps.
             dropout_keys: one random key per example; None turns dropout off.
-
-        Raises:
-            UserError: if S exceeds `max_length`.
         """
         return self.head(self.last_state(tokens, weights, Context(dropout_keys, self.dropout)))
 

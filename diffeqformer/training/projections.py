@@ -30,10 +30,7 @@ class Projections:
     Args:
         specs: the partition specs of the generator's layers, {layer: {projection | constant | ...: spec}}.
         generator_specs: those of the weights that it makes, {layer: {kernel | bias: spec}}.
-        wanted: one of `depth.projection.KERNELS`.
-
-    Raises:
-        UserError: if the kernels are wanted in a layer that can't use them.
+        wanted: one of `depth.projection.KERNELS`; a UserError says if a layer can't use it.
     """
 
     def __init__(self, model: Transformer, specs: dict, generator_specs: dict, mesh: Mesh, wanted: str):

@@ -137,10 +137,8 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     """The bytes of a device in a run's deepest train step, at the moment that needs most, by cause.
 
     Args:
-        program: with the attention of the devices that are meant. Its own may be of any kind.
-
-    Raises:
-        UserError: if weights are made in chunks, which has other loops, or layers are left out: others are copied.
+        program: with the attention of the devices that are meant. Its own may be of any kind. It must make all
+            weights at once, and leave no layer out.
     """
     config, model, state = program.config, program.config.model, program.state_shapes
     num_steps = max(program.depths)

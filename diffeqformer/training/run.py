@@ -111,8 +111,7 @@ def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, s
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
     """The token store's splits and the record of the run's checkpoints, which are the same on all processes.
 
-    Raises:
-        UserError: on every process, if one of them can't continue, or finds something different from the others.
+    A UserError comes on every process if one can't continue, or finds something different from the others.
     """
     about = About(config.to_dict(), tokenizer.name, tokenizer.save())
     if jax.process_count() > 1:  # from here on processes must agree, or they would wait for one another
@@ -218,8 +217,7 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
 def start_or_resume(run: Run) -> tuple[Run, dict]:
     """The run with a new state, or the run as of its newest checkpoint that isn't damaged, with the state there.
 
-    Raises:
-        UserError: if processes see different checkpoints, one can't be read, or there isn't enough memory.
+    A UserError says if processes see different checkpoints, one can't be read, or there isn't enough memory.
     """
     folder = run.checkpoints.directory
     while (step := newest_step(run)) is not None:

@@ -6,16 +6,14 @@ after another, with end-of-text after each: little-endian, 16 bits wide if the v
 (`diffeqformer.data.seals`). Those of earlier versions lack the seal and what the tokenizer loses.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import os
 import pathlib
 import re
-import threading
 from collections.abc import Iterable, Sequence
-from multiprocessing.pool import ThreadPool
+from multiprocessing.pool import AsyncResult, ThreadPool
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -238,17 +236,11 @@ def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int 
         raise UserError(f"{path}: {said}; {REMEDY}")
 
 
-def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Future:
+def verifying(folder: pathlib.Path, vocab_size: int) -> AsyncResult:
     """`verify` in the background, where hashing leaves Python free. Ask the result if the store is whole."""
-    done = concurrent.futures.Future()
-
-    def work():
-        try:
-            done.set_result(verify(folder, read_about(folder), vocab_size))
-        except Exception as error:  # whoever asks for the result gets it
-            done.set_exception(error)
-
-    threading.Thread(target=work, name="verifying", daemon=True).start()
+    pool = ThreadPool(1)  # whose thread doesn't keep the process from ending
+    done = pool.apply_async(lambda: verify(folder, read_about(folder), vocab_size))
+    pool.close()
     return done
 
 

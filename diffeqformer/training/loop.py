@@ -173,7 +173,7 @@ def describe(run: Run, params: dict) -> None:
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     run.check_store()
-    checked = ("checked" if run.verified.done() else "being checked") if run.verified else "not checked"
+    checked = ("checked" if run.verified.ready() else "being checked") if run.verified else "not checked"
     hashed = f"sha256 {split.sha256[:12]} by its record, {checked}"
     print(f"data: {config.data.task}, {split.size:,} training tokens, {hashed}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"

@@ -1,11 +1,11 @@
 """Opening a run: what all hosts must agree on, its folder, and its initial or restored state."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator, Set
+from multiprocessing.pool import AsyncResult
 
 import jax
 from etils import epath
@@ -67,14 +67,14 @@ class Run:
     splits: dict[str, Split]
     about: About
     clock: Stopwatch
-    verified: concurrent.futures.Future | None = None
+    verified: AsyncResult | None = None
     checkpoints: ocp.training.Checkpointer | None = None
     teacher_state: tuple[TeacherState, ...] = ()
 
     def check_store(self, wait: bool = False) -> None:
         """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end."""
-        if self.verified and (wait or self.verified.done()):
-            self.verified.result()
+        if self.verified and (wait or self.verified.ready()):
+            self.verified.get()
 
     def batch(self, step: int) -> Int[Array, "B S"]:
         """The global batch of a step, counted from 1, on the devices."""

@@ -36,17 +36,12 @@ def by_depth(results: dict[str, float], num_steps: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Dispatched:
-    """A train step that has been dispatched, and what is due after it.
-
-    Args:
-        scalars: of the step, on the devices.
-        num_steps: of depth.
-    """
+    """A train step that has been dispatched, and what is due after it."""
 
     number: int
     state: dict
-    scalars: dict
-    num_steps: int
+    scalars: dict  # still on the devices
+    num_steps: int  # of depth
     validates: bool
     saves: bool
     stops: bool = False

@@ -110,14 +110,19 @@ def last_state(
 ) -> PyTree:
     """The state after all steps, or chunks of steps.
 
-    For the backward pass, `snapshots` states are stored, and that before the last step. XLA stores none without one.
+    For the backward pass, `snapshots` states are stored, and that before the last step.
 
     Args:
         advance: (state, layers, constant, step, dt, keys) -> the state after a step, counted from 0.
         stacked: the layers of all steps, with a leading axis L. Each step's gradient is written once.
         constant: what is the same in all steps.
     """
-    return _forward(advance, snapshots, state, stacked, constant, step_sizes, keys)[0]
+
+    def body(state, inputs):  # without a backward pass, nothing is stored
+        step, dt, layers = inputs
+        return advance(state, layers, constant, step, dt, keys), None
+
+    return jax.lax.scan(body, state, (jnp.arange(len(step_sizes)), step_sizes, stacked))[0]
 
 
 def _forward(advance, snapshots, state, stacked, constant, step_sizes, keys):

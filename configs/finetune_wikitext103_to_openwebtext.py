@@ -4,7 +4,8 @@
     python -m diffeqformer.main --config=configs/finetune_wikitext103_to_openwebtext.py:lora \\
         --config.model.num_steps=24 --workdir=runs/wikitext103_to_openwebtext-lora-24
 
-Modes, shape, hardware and hyperparameters: as in configs/finetune_openwebtext_to_wikitext103.py.
+Modes, shape, hardware and hyperparameters: as in configs/finetune_openwebtext_to_wikitext103.py, which must lie beside
+this file.
 What to expect: not run.
 """
 

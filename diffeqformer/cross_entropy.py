@@ -36,7 +36,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The sum over positions of `weights` times -log softmax(matrix x)[target], in nats, fp32.
 
-    `_forward` computes it, with its gradient in the same pass. XLA leaves the gradient out where nothing uses it.
+    `_forward` computes it, with its gradient, which compiled programs leave out where nothing uses it.
 
     Args:
         x: the last states after the final norm, in the compute type.

@@ -57,7 +57,7 @@ def export(
     """Write a run's model in a number of steps (None: as trained) as a folder in Hugging Face's format; compare both.
 
     Returns what was written, in words, and the largest error of a logit of it in `SENTENCE`, as a part of the largest.
-    After an error, nothing is.
+    After an error, nothing is written.
     """
     if any(folder.iterdir()) if folder.is_dir() else folder.exists():
         raise UserError(f"--to: {folder} already holds something; give another folder, or delete it")

@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
         """The steps of this model's solver through depth, in float64.
 
         Args:
-            num_steps: the number of steps, of equal length, at most `MOST_STEPS`; by default as in training.
+            num_steps: the number of steps, of equal length, or a UserError; by default as in training.
         """
         num_steps = self.num_steps if num_steps is None else num_steps
         if not 1 <= num_steps <= MOST_STEPS:
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
         """Second phase: fp32 logits of the next token at every position.
 
         Args:
-            tokens: ids below the vocabulary size; S at most `max_length`.
+            tokens: ids below the vocabulary size; a UserError says if S exceeds `max_length`.
             weights: from `self.weights`, with any number of steps.
             dropout_keys: one random key per example; None turns dropout off.
         """

@@ -36,7 +36,7 @@ def flow_exponents(
     """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
 
     They are the logarithms of the largest singular values of dx(1)/dx(0), found by Lanczos iterations (ARPACK), each of
-    which carries a tangent vector forward and pulls its image back.
+    which carries a tangent vector forward and pulls its image back. A UserError says if they don't converge.
     """
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
 

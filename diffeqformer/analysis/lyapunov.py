@@ -91,6 +91,8 @@ def exponents(
     Args:
         published: take the derivative at each step as the authors' code does: with the weights at the step's start and
             the state at its end. Its weights must be generated, and its solver Euler's.
+
+    A UserError says if the model's solver carries more than the state.
     """
     solver = model.solver
     if solver.begin is not x_alone:

@@ -117,7 +117,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 def write_json(path: pathlib.Path, data, **options) -> None:
     """Write data as JSON atomically, by default indented, with null in place of numbers that JSON can't represent."""
     finite = json.loads(json.dumps(data, default=options.get("default")), parse_constant=lambda _: None)
-    write_text(path, json.dumps(finite, **{"indent": 1, **options}) + "\n")
+    write_text(path, json.dumps(finite, **{"indent": 1, **options}, allow_nan=False) + "\n")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -212,7 +212,7 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo
     for worker in workers:
         threading.Thread(target=follow, args=(worker,), daemon=True).start()
     done, before = 0, shards - len(todo)
-    show = show_progress("written", "shards", before=before)
+    show, start = show_progress("written", "shards", before=before), time.monotonic()
     while done < len(todo):
         time.sleep(0.05)
         begun = list(told.values())
@@ -220,7 +220,9 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo
         if failures:
             stay = f" ({done} of {len(todo)} shards are finished and stay; the same command continues from them)"
             raise UserError(f"{failures[0]}{stay * (done > 0)}")
-        show(before + done, shards, f"  {documents:,} documents  {tokens:,} tokens")
+        rate = tokens / (time.monotonic() - start)
+        if told:
+            show(before + done, shards, f"  {documents:,} documents  {tokens:,} tokens  {rate:,.0f} tokens/s")
 
 
 def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:

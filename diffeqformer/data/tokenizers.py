@@ -298,7 +298,7 @@ def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
 
 
 def restore_tokenizer(name: str, saved: str) -> Tokenizer:
-    """The tokenizer of a checkpoint, from its name and what its `save` gave."""
+    """The tokenizer of a checkpoint, from its name and what its `save` gave; a ValueError if that isn't whole."""
     unpacking, data = zlib.decompressobj(), b""
     if saved:
         data = unpacking.decompress(base64.b85decode(saved), LARGEST)  # a small record could have any number of bytes

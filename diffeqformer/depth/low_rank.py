@@ -30,7 +30,7 @@ published: both have 1e-6, as in the authors' code.
 
 
 def adapted_layers(layers: dict[str, Linear | Norm], pattern: str, rank: int) -> list[str]:
-    """The names of the linear layers that get adapters: those whose whole name matches a regular expression."""
+    """The linear layers that get adapters, whose whole name matches a regular expression; a UserError if they can't."""
     linear = [name for name, layer in layers.items() if isinstance(layer, Linear)]
     try:
         matched = [name for name in linear if re.fullmatch(pattern, name)]

@@ -72,7 +72,7 @@ class PerLayerWeights(PlainWeights):
             self.adapter_scale = config.lora_alpha / config.lora_rank
 
     def __call__(self, grid: Grid) -> dict:
-        """The weights of all layers, stacked, or of those that a smaller number of steps keeps."""
+        """The weights of all layers, stacked, or of those that fewer steps keep, or a UserError."""
         fewer = self.num_layers - len(grid.times)
         if not 0 <= fewer <= len(self.left_out):
             least = self.num_layers - len(self.left_out)

@@ -80,7 +80,7 @@ def _find(names: list[str], include: str | None):
         manager = TaskManager(include_path=include, include_defaults=False)
         if not manager.all_subtasks:
             what = "lm-eval task files (.yaml with task: and dataset_path:)"
-            raise UserError(f"--include: must be a folder with {what}, but it is {include}")
+            raise UserError(f"--include: must be a folder with {what}, but {include} isn't one")
     names = names or (manager.all_subtasks if manager else ["paper"])
     names = list(dict.fromkeys(name for given in names for name in (TASKS if given == "paper" else [given])))
     if manager is None or set(names) - set(manager.all_tasks):
@@ -260,5 +260,5 @@ def scores_of_documents(results: dict, row: dict) -> list[float] | None:
         for sample in sorted(samples, key=lambda sample: sample["doc_id"])
         if sample["filter"] == chosen
     ]
-    known = all(isinstance(score, int | float) for score in scores)
+    known = scores and all(isinstance(score, int | float) for score in scores)
     return list(map(float, scores)) if known and math.isclose(np.mean(scores), row[key], abs_tol=1e-6) else None

@@ -142,7 +142,8 @@ def write_tokens(
     """Generate text after a prompt of at least one id: yields the next token of every sample, [samples] int32.
 
     The device computes the next token while the caller handles this one. A sample's random choices depend on its number
-    and on the position, not on how many samples there are. `NotFinite` is raised where logits are NaN or infinite.
+    and on the position, not on how many samples there are. `NotFinite` is raised where logits are NaN or
+    infinite, and a UserError for what is out of range.
 
     Args:
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.

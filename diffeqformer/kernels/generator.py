@@ -175,7 +175,9 @@ def update(
     times, width = h.shape
     _, inputs, outputs = d_weights.shape
     state = (projection, mean, variance)
-    cut = blocks.choose(times, width, inputs, outputs, 6 * 4 * width + d_weights.dtype.itemsize * times, chip)
+    cut = blocks.choose(
+        times, width, inputs, outputs, 6 * 4 * width + d_weights.dtype.itemsize * times, chip
+    )  # P, moments
     return pl.pallas_call(
         functools.partial(_update, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in state],

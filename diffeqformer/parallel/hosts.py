@@ -47,7 +47,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
     """Connect to the other processes of the run, if there are any, before anything accesses devices.
 
     Without a coordinator, the processes are found from the environment of Cloud TPU, GKE, Slurm or Open MPI. From here
-    on only process 0 prints, but every process reports its errors.
+    on only process 0 prints, but every process reports its errors, such as a UserError if one doesn't connect in time.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):

@@ -29,7 +29,7 @@ def fewest_advances(steps: int, snapshots: int) -> int:
     With c snapshots, the first state among them, and r the least integer for which binom(c + r, c) >= steps, it is
     r steps - binom(c + r, c + 1).
     """
-    repeats = next(r for r in range(steps) if math.comb(snapshots + r, snapshots) >= steps)
+    repeats = next((r for r in range(steps) if math.comb(snapshots + r, snapshots) >= steps), 0)
     return repeats * steps - math.comb(snapshots + repeats, snapshots + 1)
 
 

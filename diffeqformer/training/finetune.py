@@ -31,7 +31,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     Args:
         given: names of the fields that a command line sets, maybe to their defaults
             (`diffeqformer.config.given_fields`). Without `base` among them, or with None, all fields that aren't the
-            default are meant for this base. A UserError says if one isn't the base's.
+            default are meant for this base. A UserError says if one isn't the base's, or there is no base.
     """
     if not config.base:
         return config

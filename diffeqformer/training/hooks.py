@@ -36,7 +36,7 @@ def by_depth(results: dict[str, float], num_steps: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Dispatched:
-    """A train step that has been dispatched, and what is due after it."""
+    """A train step that has been dispatched, and what is due after it, which `stop` may change."""
 
     number: int
     state: dict
@@ -72,7 +72,6 @@ class Hooks:
         devices = list(run.program.mesh.devices.flat)
         self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
         self.compiled, self.pending = set(), collections.deque()
-        self.after = self.time, self.log, self.stop, self.trace, self.validate, self.save, self.check
 
     def before_step(self, num_steps: int) -> None:
         """Begin the time of a compilation, if this number of steps of depth is new."""
@@ -139,6 +138,9 @@ class Hooks:
         """Notice a save or a check of the token store that failed meanwhile."""
         checkpoint.check(self.run.checkpoints)
         self.run.check_store()
+
+    # `log` waits for the step, so `stop` heeds a notice during it; `validate` finds all that is saved finite.
+    after = (time, log, stop, trace, validate, save, check)
 
     def show_scalars(self, left: int) -> None:
         """Wait for steps and show their scalars, until `left` of them are pending; a UserError if one isn't finite."""

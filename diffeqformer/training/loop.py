@@ -202,7 +202,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
                 state, scalars = run.program.train_step(state, batch, num_steps, *run.teacher_state)
             step = hooks.dispatched(number, state, scalars, num_steps)
             for hook in hooks.after:
-                hook(step)
+                hook(hooks, step)
             if step.stops:
                 break
     checkpoint.check(run.checkpoints, wait=True)

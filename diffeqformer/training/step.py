@@ -198,7 +198,7 @@ class Program:
         return Program(config, self.mesh, (self.loss.attend, self.attention), self.config_of_teacher)
 
     def weights_shapes(self, num_steps: int | None) -> StackedWeights:
-        """The shapes and shardings of `weights`."""
+        """The shapes and shardings of `weights`, unless these are made in chunks."""
         return placed(jax.eval_shape(self.weights, self.state_shapes["params"], num_steps), self.shardings.weights)
 
     def describe(self) -> str:

@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
         """The steps of this model's solver through depth, in float64.
 
         Args:
-            num_steps: the number of steps, of equal length, or a UserError; by default as in training.
+            num_steps: the number of steps, of equal length; by default as in training. Others raise a UserError.
         """
         num_steps = self.num_steps if num_steps is None else num_steps
         if not 1 <= num_steps <= MOST_STEPS:

@@ -1,7 +1,6 @@
 """What commands say of themselves, and the one sentence and the status with which every error ends them."""
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -119,18 +118,6 @@ def test_other_programs_that_import_the_package_catch_an_interrupt(tmp_path):
         line, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.stdout == "default_int_handler\n", done.stderr
-
-
-def test_an_interrupt_reaches_the_command_of_lm_eval(monkeypatch):
-    handlers = []
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: handlers.append(signal.getsignal(signal.SIGINT)))
-    monkeypatch.setattr(sys, "argv", ["harness"])
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `diffeqformer/__init__.py` sets it for the imports
-    try:
-        runpy.run_path(str(ROOT / "diffeqformer" / "harness.py"), run_name="__main__")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert handlers == [signal.default_int_handler]
 
 
 def test_an_interrupt_within_a_callback_comes_again():

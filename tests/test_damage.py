@@ -247,8 +247,7 @@ def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_
     done, hooks = [], mock.Mock(clock=Stopwatch(0.0))
     hooks.run.about = checkpoint.About({}, "bytes")
     hooks.run.check_store.side_effect = lambda wait: done.append("check") if wait else None
-    hooks.run.config.eval_every = 1
-    hooks.run.program.loss.trained_and_frozen = lambda params: (params, {})
+    hooks.run.config.eval_every, hooks.run.program.loss.trained_and_frozen.return_value = 1, ({}, {})
     hooks.progress.flush.side_effect = lambda: done.append("curves")
     monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("state"))
     for stops, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):

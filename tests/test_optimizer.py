@@ -167,17 +167,16 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
     """The state after some steps, with dP itself and optax alone, and the norms of the gradients."""
     program = Program(config, mesh)
     loss = ShardedLoss(program.graph, program.state_shapes["params"], program.mesh)
-    decays, _ = program.loss.trained_and_frozen(decay_mask(abstract_model(config), config.optimizer.decay))
-    optimizer = make_optimizer(config, decays)
+    decays = decay_mask(abstract_model(config), config.optimizer.decay)
+    optimizer = make_optimizer(config, program.loss.trained_and_frozen(decays)[0])
 
     @functools.partial(jax.jit, static_argnames="depth")
     def train_step(params, moments, tokens, step, depth):
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step, depth)
         _, gradient = loss.value_and_grad(params, tokens, keys, config.microbatches, grid)
-        trained, _ = program.loss.trained_and_frozen(params)
-        updates, moments = optimizer.update(gradient, moments, trained)
-        params = merge_trees(params, optax.apply_updates(trained, updates))
+        updates, moments = optimizer.update(gradient, moments, program.loss.trained_and_frozen(params)[0])
+        params = merge_trees(params, optax.apply_updates(program.loss.trained_and_frozen(params)[0], updates))
         return params, moments, optax.tree.norm(gradient)
 
     state = first_state(program)

@@ -51,8 +51,7 @@ def store(corpus, tmp_path_factory):
     stores = tmp_path_factory.mktemp("stores")
     done = run(corpus, stores)
     assert done.returncode == 0, done.stderr
-    assert "; 1 without any text left out" in done.stdout
-    assert "\n  written: 9/9 shards  6,480 documents  " in done.stdout
+    assert "; 1 without any text left out" in done.stdout and "\n  written: 9/9 shards  6,480 documents" in done.stdout
     return stores / "python_stdlib-bytes"
 
 
